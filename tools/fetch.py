@@ -24,14 +24,14 @@ class SetupError(Exception):
 
 
 class Pip:
-    """pip of one environment. Its output goes to a log file, one short line per package to the terminal."""
+    """pip of one environment: its output goes to a log file, short progress to the terminal."""
 
     def __init__(self, python: Path, log: Path) -> None:
         self._python = python
         self._log = log
 
     def install(self, title: str, *args: str) -> None:
-        """Install, repeating the whole command: pip keeps what it has fetched, so a repeat is cheap."""
+        """Install, repeating the whole command: pip keeps what it fetched, so that is cheap."""
         self._retry(title, "install", "--no-deps", *args)
 
     def download(self, title: str, *args: str) -> None:
@@ -142,7 +142,7 @@ class Progress:
 
 
 def run_checked(command: Sequence[str], what: str) -> str:
-    """Run a short command, return its output; a failure becomes a SetupError that carries the output."""
+    """Run a short command and return its output; a SetupError carries the output of a failure."""
     run = subprocess.run(command, capture_output=True, text=True)
     if run.returncode != 0:
         raise SetupError(f"{what} failed:\n{(run.stdout + run.stderr).strip()}")

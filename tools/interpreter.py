@@ -34,7 +34,8 @@ class Interpreter:
 def find_interpreter() -> Interpreter:
     """Return the first usable Python; $PYTHON, when set, is the only candidate.
 
-    Candidates are run, not only looked up: a version manager leaves commands on PATH that start nothing.
+    Candidates are run, not only looked up: a version manager leaves commands on PATH that start
+    nothing.
     """
     wanted = os.environ.get("PYTHON")
     names = (wanted,) if wanted else ("python3.11", "python3.12", "python3.13", "python3", "python")
@@ -47,9 +48,9 @@ def find_interpreter() -> Interpreter:
             seen.append(f"{name}: {verdict}")
     found = "; ".join(seen) or "none could be started"
     raise SetupError(
-        f"no suitable Python among {', '.join(names)} ({found}). Needed: 3.{OLDEST[1]} to 3.{NEWEST[1]} with "
-        "the venv module and the C headers (Debian: apt-get install python3-dev python3-venv), or set PYTHON "
-        "to one"
+        f"no suitable Python among {', '.join(names)} ({found}). Needed: 3.{OLDEST[1]} to "
+        f"3.{NEWEST[1]} with the venv module and the C headers "
+        "(Debian: apt-get install python3-dev python3-venv), or set PYTHON to one"
     )
 
 

@@ -1,8 +1,8 @@
 """Turn the quantised SmolLM2-135M-Instruct of a GGUF file into a bfloat16 Hugging Face folder.
 
-Run by setup_env.py with .venv's Python: `make_model.py FILE.gguf FOLDER`. transformers reads GGUF but
-refuses to save what it read, because the object counts as quantised; so its weights are copied into a fresh
-model of the same shape. The result is checked by what it says before it gets its name.
+Run by setup_env.py with .venv's Python: `make_model.py FILE.gguf FOLDER`. transformers reads GGUF
+but refuses to save what it read, because the object counts as quantised; so its weights are copied
+into a fresh model of the same shape. The result is checked by what it says before it gets its name.
 """
 
 from __future__ import annotations

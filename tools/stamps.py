@@ -1,7 +1,7 @@
 """Stamps: small files that say which inputs a finished step was made from.
 
-A step is redone when the fingerprint of its inputs differs from its stamp. The stamp is written last, so a
-step that was interrupted is redone as well.
+A step is redone when the fingerprint of its inputs differs from its stamp. The stamp is written
+last, so a step that was interrupted is redone as well.
 """
 
 from __future__ import annotations
