@@ -1,7 +1,7 @@
 """KV connector for vLLM over the LLM-DataDist API.
 
-Importing this package is cheap on purpose: vLLM's frontend imports it, and so does a machine without
-vLLM, torch or device libraries.
+Importing this package is cheap on purpose: vLLM's frontend imports it, and so does a machine
+without vLLM, torch or device libraries.
 """
 
 __all__ = ["__version__", "register"]

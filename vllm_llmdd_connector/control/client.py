@@ -1,0 +1,167 @@
+"""D's scheduler side of the control plane: one thread that owns all sessions with P engines.
+
+The scheduling thread only posts claims and drops and collects outcomes; it never waits here.
+"""
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+
+import zmq
+
+from vllm_llmdd_connector.control.channel import Dialer, Wake
+from vllm_llmdd_connector.control.fingerprint import Fingerprint
+from vllm_llmdd_connector.control.session import (
+    ClientSession,
+    Outcome,
+    Reaction,
+    SessionState,
+)
+from vllm_llmdd_connector.log import get_logger
+from vllm_llmdd_connector.params import Ticket
+
+logger = get_logger(__name__)
+
+_MAX_REPORTED = 1024
+_Command = Callable[[float], None]
+
+
+class ControlClient:
+    """Sessions by P address, opened on first use and dropped when they end."""
+
+    def __init__(
+        self,
+        fingerprint: Fingerprint,
+        renew_s: float,
+        clock: Callable[[], float],
+        count_junk: Callable[[int], None],
+    ) -> None:
+        self._fingerprint = fingerprint
+        self._renew_s = renew_s
+        self._clock = clock
+        self._count_junk = count_junk
+        self._sessions: dict[tuple[str, int], tuple[ClientSession, Dialer]] = {}
+        self._commands: deque[_Command] = deque()
+        self._outcomes: deque[Outcome] = deque()
+        self._wake = Wake()
+        self._reported: set[tuple[tuple[str, int], str]] = set()
+        self._stopping = False
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._thread = threading.Thread(target=self._run, name="llmdd-control", daemon=True)
+        self._thread.start()
+
+    def claim(self, claim_id: int, ticket: Ticket, deadline_s: float) -> None:
+        """Ask P for the ticket's blocks; an outcome follows."""
+        self._post(lambda now_s: self._do_claim(claim_id, ticket, deadline_s, now_s))
+
+    def drop(self, claim_id: int, ticket: Ticket, deadline_s: float) -> None:
+        """Tell P that nothing (more) is needed of a claim."""
+        self._post(lambda now_s: self._do_drop(claim_id, ticket, deadline_s, now_s))
+
+    def finish(self, claim_id: int, ticket: Ticket) -> None:
+        """Stop renewing a claim that all ranks have released."""
+        self._post(lambda now_s: self._do_finish(claim_id, ticket))
+
+    def take_outcomes(self) -> list[Outcome]:
+        """The outcomes since the last call; does not wait."""
+        taken: list[Outcome] = []
+        while self._outcomes:
+            taken.append(self._outcomes.popleft())
+        return taken
+
+    def close(self) -> None:
+        """Stop the thread and close all connections; idempotent."""
+        if self._stopping:
+            return
+        self._stopping = True
+        self._wake.set()
+        self._thread.join()
+        for _, dialer in self._sessions.values():
+            dialer.close()
+        self._context.term()
+        self._wake.close()
+
+    def _post(self, command: _Command) -> None:
+        if not self._stopping:
+            self._commands.append(command)
+            self._wake.set()
+
+    def _run(self) -> None:
+        while not self._stopping:
+            self._wait()
+            now_s = self._clock()
+            while self._commands:
+                self._commands.popleft()(now_s)
+            for session, dialer in list(self._sessions.values()):
+                self._serve(session, dialer, now_s)
+
+    def _wait(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._wake.fileno(), zmq.POLLIN)
+        due_s: list[float] = []
+        for session, dialer in self._sessions.values():
+            poller.register(dialer.socket, zmq.POLLIN)
+            poller.register(dialer.monitor, zmq.POLLIN)
+            next_s = session.next_event_s()
+            if next_s is not None:
+                due_s.append(next_s)
+        timeout_ms = None
+        if due_s:
+            timeout_ms = max(0, int((min(due_s) - self._clock()) * 1000) + 1)
+        poller.poll(timeout_ms)
+        self._wake.clear()
+
+    def _serve(self, session: ClientSession, dialer: Dialer, now_s: float) -> None:
+        messages, num_junk = dialer.receive()
+        if num_junk:
+            self._count_junk(num_junk)
+        for message in messages:
+            self._react(session, dialer, session.on_message(message, now_s))
+        if session.is_over:
+            return
+        if dialer.was_lost():
+            host, port = session.address
+            reason = f"the control connection to {host}:{port} was refused or lost"
+            self._react(session, dialer, session.on_lost(reason))
+        else:
+            self._react(session, dialer, session.tick(now_s))
+
+    def _do_claim(self, claim_id: int, ticket: Ticket, deadline_s: float, now_s: float) -> None:
+        session, dialer = self._open(ticket.address)
+        self._react(session, dialer, session.claim(claim_id, ticket, deadline_s, now_s))
+
+    def _do_drop(self, claim_id: int, ticket: Ticket, deadline_s: float, now_s: float) -> None:
+        session, dialer = self._open(ticket.address)
+        self._react(session, dialer, session.drop(claim_id, ticket, deadline_s, now_s))
+
+    def _do_finish(self, claim_id: int, ticket: Ticket) -> None:
+        known = self._sessions.get(ticket.address)
+        if known is not None:
+            known[0].finish(claim_id)
+
+    def _open(self, address: tuple[str, int]) -> tuple[ClientSession, Dialer]:
+        known = self._sessions.get(address)
+        if known is None:
+            session = ClientSession(address, self._fingerprint, self._renew_s)
+            known = (session, Dialer(self._context, *address))
+            self._sessions[address] = known
+            logger.debug("session %s:%d: opening", *address)
+        return known
+
+    def _react(self, session: ClientSession, dialer: Dialer, reaction: Reaction) -> None:
+        dialer.send(reaction.send)
+        self._outcomes.extend(reaction.outcomes)
+        if session.is_over and session.address in self._sessions:
+            self._log_end(session)
+            del self._sessions[session.address]
+            dialer.close()
+
+    def _log_end(self, session: ClientSession) -> None:
+        """A refusal is an error the first time; every request to that peer would repeat it."""
+        end = (session.address, session.end_reason)
+        is_news = session.state is SessionState.REJECTED and end not in self._reported
+        if is_news and len(self._reported) < _MAX_REPORTED:
+            self._reported.add(end)
+        level = logging.ERROR if is_news else logging.DEBUG
+        logger.log(level, "session %s:%d: ended: %s", *session.address, session.end_reason)

@@ -1,0 +1,287 @@
+"""D's side of a conversation with one P engine, as a state machine without sockets or clock.
+
+The owner feeds it what was asked locally and what arrived, sends the messages it returns, and
+passes the time. What became of each claim is returned as ``Outcome`` values. The states and their
+transitions:
+
+============ ================== ============================================
+state        event              next
+============ ================== ============================================
+``OPENING``  Welcome            ``READY``
+``OPENING``  Reject             ``REJECTED``
+``OPENING``  lost, timeout      ``CLOSED``
+``READY``    Unknown            ``OPENING`` (the peer was restarted)
+``READY``    lost               ``CLOSED``
+============ ================== ============================================
+
+``REJECTED`` and ``CLOSED`` are final: the owner discards the session and may open a new one.
+"""
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from vllm_llmdd_connector.control.fingerprint import Fingerprint
+from vllm_llmdd_connector.control.messages import (
+    PROTOCOL_VERSION,
+    AnyMessage,
+    Claim,
+    Drop,
+    Gone,
+    Grant,
+    Hello,
+    Message,
+    Reject,
+    Renew,
+    Unknown,
+    Welcome,
+    WorkerEndpoint,
+    raw_fingerprint,
+)
+from vllm_llmdd_connector.errors import LocalProtocolError
+from vllm_llmdd_connector.params import Ticket
+
+RESEND_S = 1.0
+"""A claim without an answer is sent again after this long; answers are idempotent."""
+
+
+class SessionState(Enum):
+    OPENING = "opening"
+    READY = "ready"
+    REJECTED = "rejected"
+    CLOSED = "closed"
+
+
+@dataclass(frozen=True, slots=True)
+class Granted:
+    """P holds the blocks for this claim."""
+
+    claim_id: int
+    block_ids: tuple[tuple[int, ...], ...]
+    workers: tuple[WorkerEndpoint, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """There is nothing to fetch for this claim; ``stage`` names where it ended."""
+
+    claim_id: int
+    stage: str
+    reason: str
+
+
+Outcome = Granted | Refused
+
+
+@dataclass(slots=True)
+class _OpenClaim:
+    ticket: Ticket
+    deadline_s: float
+    granted: bool = False
+    sent_s: float | None = None
+
+
+@dataclass(slots=True)
+class Reaction:
+    """What the owner has to do after an event."""
+
+    send: list[Message] = field(default_factory=list)
+    outcomes: list[Outcome] = field(default_factory=list)
+
+
+class ClientSession:
+    """One D engine's session with the P engine at one address."""
+
+    def __init__(self, address: tuple[str, int], fingerprint: Fingerprint, renew_s: float) -> None:
+        self.address = address
+        self.state = SessionState.OPENING
+        self.end_reason = ""
+        self._hello = Hello(version=PROTOCOL_VERSION, fingerprint=raw_fingerprint(fingerprint))
+        self._hello_sent_s: float | None = None
+        self._renew_s = renew_s
+        self._renewed_s = 0.0
+        self._session = 0
+        self._instance = ""
+        self._workers: tuple[WorkerEndpoint, ...] = ()
+        self._claims: dict[int, _OpenClaim] = {}
+        self._pending_drops: dict[int, _OpenClaim] = {}
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the session is in a final state."""
+        return self.state in (SessionState.REJECTED, SessionState.CLOSED)
+
+    @property
+    def num_claims(self) -> int:
+        return len(self._claims)
+
+    def claim(self, claim_id: int, ticket: Ticket, deadline_s: float, now_s: float) -> Reaction:
+        """Ask for the blocks of ``ticket``; the outcome comes by ``deadline_s`` at the latest."""
+        if self.is_over:
+            raise LocalProtocolError(f"session {self.address}: claim in state {self.state.value}")
+        self._claims[claim_id] = _OpenClaim(ticket, deadline_s)
+        return self._advance(now_s)
+
+    def drop(self, claim_id: int, ticket: Ticket, deadline_s: float, now_s: float) -> Reaction:
+        """Nothing (more) is needed of a claim, whether P has heard of it or not.
+
+        While the session opens the drop is kept, until ``deadline_s``; P's lease ends by itself
+        anyway.
+        """
+        self._claims.pop(claim_id, None)
+        if not self.is_over:
+            self._pending_drops[claim_id] = _OpenClaim(ticket, deadline_s)
+        return self._advance(now_s)
+
+    def finish(self, claim_id: int) -> None:
+        """All ranks have released the claim: stop renewing it."""
+        self._claims.pop(claim_id, None)
+
+    def on_message(self, message: AnyMessage, now_s: float) -> Reaction:
+        """A message of P. What does not fit the state is ignored: it is late or a duplicate."""
+        match message:
+            case Welcome() if self.state is SessionState.OPENING:
+                return self._on_welcome(message, now_s)
+            case Reject() if self.state is SessionState.OPENING:
+                return self._end(SessionState.REJECTED, "handshake", message.reason)
+            case Unknown(session=session) if session == self._session and session:
+                return self._reopen(now_s)
+            case Grant():
+                return self._on_grant(message)
+            case Gone():
+                return self._refuse([message.claim_id], "claim", message.reason)
+        return Reaction()
+
+    def on_lost(self, reason: str) -> Reaction:
+        """The connection is gone or was never made."""
+        return self._end(SessionState.CLOSED, "connection", reason)
+
+    def tick(self, now_s: float) -> Reaction:
+        """Pass the time: resends, renewals and deadlines."""
+        late = [
+            claim_id
+            for claim_id, claim in self._claims.items()
+            if not claim.granted and claim.deadline_s <= now_s
+        ]
+        host, port = self.address
+        what = "handshake" if self.state is SessionState.OPENING else "claim"
+        reaction = self._refuse(
+            late,
+            "handshake" if what == "handshake" else "claim",
+            f"no answer from {host}:{port} to the {what} in time",
+        )
+        for claim_id, drop in list(self._pending_drops.items()):
+            if drop.deadline_s <= now_s:
+                del self._pending_drops[claim_id]
+        self._merge(reaction, self._advance(now_s))
+        if self.state is SessionState.READY and now_s - self._renewed_s >= self._renew_s:
+            self._renewed_s = now_s
+            granted = tuple(cid for cid, claim in self._claims.items() if claim.granted)
+            if granted:
+                reaction.send.append(Renew(session=self._session, claim_ids=granted))
+        return reaction
+
+    def next_event_s(self) -> float | None:
+        """When ``tick`` has something to do; None while nothing is open, so an idle owner
+        sleeps."""
+        times: list[float] = []
+        if any(claim.granted for claim in self._claims.values()):
+            times.append(self._renewed_s + self._renew_s)
+        for claim in self._claims.values():
+            if not claim.granted:
+                sent_s = claim.sent_s if self.state is SessionState.READY else self._hello_sent_s
+                times.append(min(claim.deadline_s, (sent_s or 0.0) + RESEND_S))
+        times.extend(drop.deadline_s for drop in self._pending_drops.values())
+        return min(times, default=None)
+
+    def _on_welcome(self, message: Welcome, now_s: float) -> Reaction:
+        self.state = SessionState.READY
+        self._session = message.session
+        self._instance = message.instance
+        self._workers = message.workers
+        self._renewed_s = now_s
+        return self._advance(now_s)
+
+    def _reopen(self, now_s: float) -> Reaction:
+        """P was restarted: nothing of the old session exists there any more."""
+        reaction = self._refuse(
+            [cid for cid, claim in self._claims.items() if claim.granted],
+            "claim",
+            "the prefill server was restarted",
+        )
+        self.state = SessionState.OPENING
+        self._session = 0
+        self._hello_sent_s = None
+        for claim in self._claims.values():
+            claim.sent_s = None
+        self._merge(reaction, self._advance(now_s))
+        return reaction
+
+    def _on_grant(self, message: Grant) -> Reaction:
+        claim = self._claims.get(message.claim_id)
+        if claim is None or claim.granted:
+            return Reaction()
+        claim.granted = True
+        granted = Granted(message.claim_id, message.block_ids, self._workers)
+        return Reaction(outcomes=[granted])
+
+    def _advance(self, now_s: float) -> Reaction:
+        """Send whatever is due in this state."""
+        reaction = Reaction()
+        if self.state is SessionState.OPENING:
+            if self._hello_sent_s is None or now_s - self._hello_sent_s >= RESEND_S:
+                self._hello_sent_s = now_s
+                reaction.send.append(self._hello)
+        elif self.state is SessionState.READY:
+            reaction.send.extend(self._take_drops())
+            stale = []
+            for claim_id, claim in self._claims.items():
+                if claim.granted or (claim.sent_s is not None and now_s - claim.sent_s < RESEND_S):
+                    continue
+                if claim.ticket.instance != self._instance:
+                    stale.append(claim_id)
+                    continue
+                claim.sent_s = now_s
+                reaction.send.append(self._claim_message(claim_id, claim.ticket))
+            self._merge(reaction, self._refuse(stale, "claim", "the prefill server was restarted"))
+        return reaction
+
+    def _take_drops(self) -> list[Message]:
+        drops, self._pending_drops = self._pending_drops, {}
+        return [
+            Drop(
+                session=self._session,
+                claim_id=claim_id,
+                production=drop.ticket.production,
+                secret=drop.ticket.secret,
+            )
+            for claim_id, drop in drops.items()
+            if drop.ticket.instance == self._instance
+        ]
+
+    def _claim_message(self, claim_id: int, ticket: Ticket) -> Claim:
+        return Claim(
+            session=self._session,
+            claim_id=claim_id,
+            production=ticket.production,
+            secret=ticket.secret,
+            prompt_hash=ticket.prompt_hash,
+        )
+
+    def _refuse(self, claim_ids: list[int], stage: str, reason: str) -> Reaction:
+        reaction = Reaction()
+        for claim_id in claim_ids:
+            if self._claims.pop(claim_id, None) is not None:
+                reaction.outcomes.append(Refused(claim_id, stage, reason))
+        return reaction
+
+    def _end(self, state: SessionState, stage: str, reason: str) -> Reaction:
+        if self.is_over:
+            return Reaction()
+        self.state = state
+        self.end_reason = reason
+        return self._refuse(list(self._claims), stage, reason)
+
+    @staticmethod
+    def _merge(into: Reaction, other: Reaction) -> None:
+        into.send.extend(other.send)
+        into.outcomes.extend(other.outcomes)

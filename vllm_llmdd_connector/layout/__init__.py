@@ -1,0 +1,1 @@
+"""Pure geometry of KV tensors: no vLLM objects, no I/O."""

@@ -1,0 +1,92 @@
+"""What crosses between the scheduler and its workers in each engine step.
+
+``StepMessage`` goes down, ``WorkerReport`` comes up; both are pickled by vLLM's executor, inside
+one server.
+"""
+
+from dataclasses import dataclass, field
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+)
+
+from vllm_llmdd_connector.control.messages import WorkerEndpoint
+from vllm_llmdd_connector.layout.kv_layout import GroupGeometry
+from vllm_llmdd_connector.scheduler.block_map import GroupBlocks
+
+
+@dataclass(slots=True)
+class Hold:
+    """P: a finished prompt's blocks stay allocated until the workers report them as sent."""
+
+    production: int
+    request_id: str
+    secret: str
+    block_ids: tuple[tuple[int, ...], ...] = ()
+    """Only filled for ``kv_digest``."""
+
+
+@dataclass(slots=True)
+class PullJob:
+    """D: fetch one request's blocks from P."""
+
+    request_id: str
+    transfer_id: str
+    claim_id: int
+    production: int
+    secret: str
+    workers: tuple[WorkerEndpoint, ...]
+    """P's ranks; each rank of D pulls from the one of its own number."""
+    groups: list[GroupBlocks]
+    """Per KV cache group. Empty when the block tables did not fit: reported as failed."""
+    loaded_blocks: list[int]
+    """With one KV cache group, D's blocks for the remote tokens: vLLM before 0.30 is told these on
+    a failure. Empty with several groups."""
+    timeout_s: float
+    """From the arrival of this message at the worker to the report."""
+
+
+@dataclass(slots=True)
+class StepMessage(KVConnectorMetadata):
+    """Scheduler to workers. Empty in a step without transfer work."""
+
+    holds: list[Hold] = field(default_factory=list)
+    ended: list[int] = field(default_factory=list)
+    """Productions whose lease is over: report the blocks as sent, confirm no release after that."""
+    pulls: list[PullJob] = field(default_factory=list)
+    cancels: list[str] = field(default_factory=list)
+    """D requests that were aborted while their blocks were being fetched."""
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.holds or self.ended or self.pulls or self.cancels)
+
+
+@dataclass(slots=True)
+class WorkerReport(KVConnectorWorkerMetadata):
+    """Workers to scheduler; merged over the ranks."""
+
+    released: dict[int, int] = field(default_factory=dict)
+    """P: claim id to the number of ranks that confirmed its release in this step."""
+    failed: dict[str, str] = field(default_factory=dict)
+    """D: request id to the first rank's reason."""
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
+        assert isinstance(other, WorkerReport)
+        for claim_id, num_ranks in other.released.items():
+            self.released[claim_id] = self.released.get(claim_id, 0) + num_ranks
+        for request_id, reason in other.failed.items():
+            self.failed.setdefault(request_id, reason)
+        return self
+
+
+@dataclass(slots=True)
+class WorkerHandshake(KVConnectorHandshakeMetadata):
+    """One worker's part of what peers learn at first contact."""
+
+    tp_rank: int
+    endpoint: WorkerEndpoint | None
+    """None on an engine that is only a consumer: nobody dials it."""
+    groups: tuple[GroupGeometry, ...]

@@ -1,0 +1,325 @@
+"""D's requests: from kv_transfer_params to the report that their blocks have arrived.
+
+Runs on the scheduling thread only. A request's states:
+
+============= ==================== =============
+state         event                next
+============= ==================== =============
+``CLAIMING``  P granted            ``MATCHED``
+``CLAIMING``  refused, too late    ``LOCAL``
+``MATCHED``   blocks allocated     ``RECEIVING``
+``MATCHED``   nothing needed       ``LOCAL``
+``MATCHED``   lease gone           ``LOCAL``
+``RECEIVING`` all ranks reported   ``READY``
+``RECEIVING`` a rank failed        ``FAILED``
+============= ==================== =============
+
+Only ``CLAIMING`` and ``MATCHED`` may still ask for remote blocks, so a request that vLLM preempts
+after its load, or reschedules after a failure, is computed locally.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, Protocol
+
+from vllm_llmdd_connector.config import ConnectorConfig, is_allowed_peer
+from vllm_llmdd_connector.control.session import Granted, Outcome, Refused
+from vllm_llmdd_connector.errors import RemoteProtocolError, TransferError
+from vllm_llmdd_connector.ids import new_claim_id
+from vllm_llmdd_connector.log import get_logger
+from vllm_llmdd_connector.metadata import PullJob, StepMessage
+from vllm_llmdd_connector.metrics import TransferStats
+from vllm_llmdd_connector.params import (
+    Ticket,
+    read_ticket,
+    request_prompt_hash,
+    wants_remote_prefill,
+)
+from vllm_llmdd_connector.scheduler.block_map import GroupBlocks, map_blocks
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+logger = get_logger(__name__)
+
+
+class RequestState(Enum):
+    CLAIMING = "claiming"
+    MATCHED = "matched"
+    RECEIVING = "receiving"
+    READY = "ready"
+    FAILED = "failed"
+    LOCAL = "local"
+
+
+class Control(Protocol):
+    """What the consumer needs of the control plane; ``ControlClient`` and the tests' fake have
+    it."""
+
+    def claim(self, claim_id: int, ticket: Ticket, deadline_s: float) -> None: ...
+    def drop(self, claim_id: int, ticket: Ticket, deadline_s: float) -> None: ...
+    def finish(self, claim_id: int, ticket: Ticket) -> None: ...
+    def take_outcomes(self) -> list[Outcome]: ...
+
+
+@dataclass(slots=True)
+class ConsumerRequest:
+    """One request at D that came with a ticket."""
+
+    request_id: str
+    ticket: Ticket
+    claim_id: int
+    state: RequestState
+    deadline_s: float
+    """Of the claim's answer."""
+    granted: Granted | None = None
+
+
+class Consumer:
+    """The consumer half of the scheduler-side connector."""
+
+    def __init__(
+        self,
+        config: ConnectorConfig,
+        block_sizes: Sequence[int],
+        control: Control,
+        clock: Callable[[], float],
+        stats: TransferStats,
+    ) -> None:
+        self._config = config
+        self._block_sizes = tuple(block_sizes)
+        self._control = control
+        self._clock = clock
+        self._stats = stats
+        self._requests: dict[str, ConsumerRequest] = {}
+        self._by_claim: dict[int, ConsumerRequest] = {}
+        self._pulls: list[PullJob] = []
+        self._cancels: list[str] = []
+
+    def on_new_request(self, request: "Request") -> None:
+        """Start the claim before vLLM first tries to schedule the request."""
+        self._known(request)
+
+    def num_matched_tokens(
+        self, request: "Request", num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """Tokens that P holds beyond D's local prefix hit; None while P's answer is awaited."""
+        entry = self._known(request)
+        if entry is None:
+            return 0, False
+        self._apply_outcomes()
+        if entry.state is RequestState.CLAIMING:
+            if self._clock() < entry.deadline_s:
+                return None, False
+            self._fall_back(entry, "claim", "P did not answer in time")
+        if entry.state is not RequestState.MATCHED:
+            return 0, False
+        num_tokens = entry.ticket.num_tokens - num_computed_tokens
+        # vLLM computes the last token itself in any case, to sample from it.
+        return (num_tokens, True) if num_tokens > 1 else (0, False)
+
+    def on_allocated(
+        self, request: "Request", block_ids: Sequence[Sequence[int]], num_external_tokens: int
+    ) -> None:
+        """vLLM allocated blocks: fetch into them, or tell P that nothing is needed."""
+        entry = self._requests.get(request.request_id)
+        if entry is None or entry.state not in (RequestState.CLAIMING, RequestState.MATCHED):
+            return
+        if num_external_tokens <= 0 or entry.granted is None:
+            self._give_up_claim(entry)
+            self._stats.count("recv_not_needed")
+            return
+        num_local_tokens = entry.ticket.num_tokens - num_external_tokens
+        self._pulls.append(self._pull_job(entry, entry.granted, block_ids, num_local_tokens))
+        entry.state = RequestState.RECEIVING
+
+    def fill(self, step: StepMessage) -> None:
+        """Add this step's pulls and cancels to the step message."""
+        step.pulls, self._pulls = self._pulls, []
+        step.cancels, self._cancels = self._cancels, []
+
+    def on_failed(self, failed: dict[str, str]) -> None:
+        """Some rank could not load these requests; the ranks' common report may come in a later
+        step."""
+        for request_id in failed:
+            entry = self._requests.get(request_id)
+            if entry is not None and entry.state is RequestState.RECEIVING:
+                entry.state = RequestState.FAILED
+                self._by_claim.pop(entry.claim_id, None)
+                self._drop(entry)
+
+    def on_received(self, request_ids: set[str]) -> None:
+        """All ranks have reported these requests."""
+        for request_id in request_ids:
+            entry = self._requests.get(request_id)
+            if entry is not None and entry.state is RequestState.RECEIVING:
+                entry.state = RequestState.READY
+                self._by_claim.pop(entry.claim_id, None)
+                self._control.finish(entry.claim_id, entry.ticket)
+
+    def request_finished(self, request: "Request") -> None:
+        """The request is over at D, normally or by an abort at any moment."""
+        entry = self._requests.pop(request.request_id, None)
+        if entry is None:
+            self._release_rejected(request)
+            return
+        self._by_claim.pop(entry.claim_id, None)
+        if entry.state is RequestState.RECEIVING:
+            self._cancels.append(entry.request_id)
+        if entry.state in (
+            RequestState.CLAIMING,
+            RequestState.MATCHED,
+            RequestState.RECEIVING,
+        ):
+            self._drop(entry)
+
+    def _known(self, request: "Request") -> ConsumerRequest | None:
+        """The request's entry; made, and its claim sent, at first sight."""
+        entry = self._requests.get(request.request_id)
+        if entry is None and wants_remote_prefill(request.kv_transfer_params):
+            entry = self._admit(request)
+        return entry
+
+    def _admit(self, request: "Request") -> ConsumerRequest | None:
+        if getattr(request, "abort_immediately", False):
+            return None
+        ticket = self._checked_ticket(request)
+        if ticket is None:
+            return None
+        deadline_s = self._clock() + self._config.first_contact_timeout_s
+        entry = ConsumerRequest(
+            request.request_id, ticket, new_claim_id(), RequestState.CLAIMING, deadline_s
+        )
+        self._requests[entry.request_id] = entry
+        self._by_claim[entry.claim_id] = entry
+        self._control.claim(entry.claim_id, ticket, deadline_s)
+        return entry
+
+    def _checked_ticket(self, request: "Request") -> Ticket | None:
+        """The ticket, or None with the params switched off: such a request is prefilled locally."""
+        params = request.kv_transfer_params
+        assert params is not None
+        try:
+            ticket = read_ticket(params)
+            self._check_ticket(ticket, request)
+        except RemoteProtocolError as error:
+            params["do_remote_prefill"] = False
+            self._stats.count_failure("params")
+            logger.warning("request %s: prefilled locally: %s", request.request_id, error)
+            return None
+        return ticket
+
+    def _check_ticket(self, ticket: Ticket, request: "Request") -> None:
+        if not is_allowed_peer(ticket.host, self._config.allowed_peers):
+            raise RemoteProtocolError(
+                f"kv_transfer_params names the prefill server {ticket.host}, which is not in "
+                f"allowed_peers {list(self._config.allowed_peers)}; add it there if it is yours"
+            )
+        if ticket.num_tokens != request.num_prompt_tokens:
+            raise RemoteProtocolError(
+                f"the prompt has {request.num_prompt_tokens} tokens here, {ticket.num_tokens} at "
+                "the prefill server (one of several prompts or choices of a request?)"
+            )
+        if ticket.prompt_hash != request_prompt_hash(request):
+            raise RemoteProtocolError(
+                "the prompt differs from the one that was prefilled "
+                "(one of several prompts or choices of a request?)"
+            )
+
+    def _release_rejected(self, request: "Request") -> None:
+        """D's frontend refused the request: it comes only to be aborted, with a placeholder
+        prompt."""
+        params = request.kv_transfer_params
+        if not getattr(request, "abort_immediately", False) or not wants_remote_prefill(params):
+            return
+        assert params is not None
+        try:
+            ticket = read_ticket(params)
+        except RemoteProtocolError:
+            return
+        if is_allowed_peer(ticket.host, self._config.allowed_peers):
+            deadline_s = self._clock() + self._config.first_contact_timeout_s
+            self._control.drop(new_claim_id(), ticket, deadline_s)
+            self._stats.count("recv_not_needed")
+
+    def _apply_outcomes(self) -> None:
+        for outcome in self._control.take_outcomes():
+            entry = self._by_claim.get(outcome.claim_id)
+            if entry is None:
+                continue
+            if isinstance(outcome, Granted) and entry.state is RequestState.CLAIMING:
+                self._on_granted(entry, outcome)
+            elif isinstance(outcome, Refused) and entry.state in (
+                RequestState.CLAIMING,
+                RequestState.MATCHED,
+            ):
+                self._fall_back(entry, outcome.stage, outcome.reason)
+
+    def _on_granted(self, entry: ConsumerRequest, granted: Granted) -> None:
+        for worker in granted.workers:
+            if not is_allowed_peer(worker.host, self._config.allowed_peers):
+                reason = f"its worker {worker.host} is not in allowed_peers"
+                self._drop(entry)
+                self._fall_back(entry, "claim", reason)
+                return
+        entry.granted = granted
+        entry.state = RequestState.MATCHED
+
+    def _fall_back(self, entry: ConsumerRequest, stage: str, reason: str) -> None:
+        entry.state = RequestState.LOCAL
+        self._by_claim.pop(entry.claim_id, None)
+        self._stats.count_failure(stage)
+        logger.warning(
+            "request %s: prefilled locally, %s with prefill server %s:%d failed: %s",
+            entry.request_id,
+            stage,
+            entry.ticket.host,
+            entry.ticket.port,
+            reason,
+        )
+
+    def _give_up_claim(self, entry: ConsumerRequest) -> None:
+        entry.state = RequestState.LOCAL
+        self._by_claim.pop(entry.claim_id, None)
+        self._drop(entry)
+
+    def _drop(self, entry: ConsumerRequest) -> None:
+        deadline_s = self._clock() + self._config.first_contact_timeout_s
+        self._control.drop(entry.claim_id, entry.ticket, deadline_s)
+
+    def _pull_job(
+        self,
+        entry: ConsumerRequest,
+        granted: Granted,
+        block_ids: Sequence[Sequence[int]],
+        num_local_tokens: int,
+    ) -> PullJob:
+        """The workers' order; without groups when the tables do not fit, which they report as
+        failed."""
+        ticket = entry.ticket
+        groups: list[GroupBlocks] = []
+        try:
+            groups = map_blocks(
+                granted.block_ids,
+                block_ids,
+                self._block_sizes,
+                num_local_tokens,
+                ticket.num_tokens,
+            )
+        except TransferError as error:
+            logger.error("request %s: %s", entry.request_id, error)
+        loaded_blocks: list[int] = []
+        if len(block_ids) == 1:
+            loaded_blocks = list(block_ids[0][num_local_tokens // self._block_sizes[0] :])
+        return PullJob(
+            request_id=entry.request_id,
+            transfer_id=ticket.transfer_id,
+            claim_id=entry.claim_id,
+            production=ticket.production,
+            secret=ticket.secret,
+            workers=granted.workers,
+            groups=groups,
+            loaded_blocks=loaded_blocks,
+            timeout_s=self._config.request_timeout_s,
+        )

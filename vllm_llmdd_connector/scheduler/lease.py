@@ -1,0 +1,207 @@
+"""Leases: finished prompts' blocks that P holds for a D, each with a deadline of its own.
+
+Pure state, no lock and no clock: ``Producer`` guards it, because the scheduler thread opens and
+ends leases while the control thread answers claims. A lease may be claimed more than once: the
+``n`` children of one request at D carry the same ticket, and a proxy may try another D. It ends
+when
+
+* every claim on it was released by all ranks, dropped, or expired, or
+* nobody claimed it within ``lease_s``, or
+* ``max_lease_s`` has passed.
+
+Ended means: the workers are told, report the blocks as sent, and vLLM frees them. Until a worker
+has reported, it confirms releases; afterwards it refuses them. So the reader always learns the
+truth.
+"""
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+
+class LeaseEnd(Enum):
+    """Why a lease ended."""
+
+    RELEASED = "released"
+    EXPIRED = "expired"
+
+
+@dataclass(slots=True)
+class ClaimState:
+    """One D request's hold on a lease."""
+
+    deadline_s: float
+    ranks_released: int = 0
+
+
+@dataclass(slots=True)
+class Lease:
+    """One finished prompt's blocks."""
+
+    production: int
+    request_id: str
+    secret: str
+    prompt_hash: str
+    block_ids: tuple[tuple[int, ...], ...]
+    """Blocks of the prompt per KV cache group, from position 0."""
+    num_held_blocks: int
+    opened_s: float
+    deadline_s: float
+    claims: dict[int, ClaimState] = field(default_factory=dict)
+    end: LeaseEnd | None = None
+
+
+class LeaseTable:
+    """All leases of one P engine."""
+
+    def __init__(self, lease_s: float, max_lease_s: float, num_ranks: int) -> None:
+        self._lease_s = lease_s
+        self._max_lease_s = max_lease_s
+        self._num_ranks = num_ranks
+        self._last_production = 0
+        self._leases: dict[int, Lease] = {}
+        self._claims: dict[int, int] = {}
+        self._by_request: dict[str, int] = {}
+        self._expiry: list[tuple[float, int]] = []
+        self._ended: list[Lease] = []
+        self.num_held_blocks = 0
+
+    def __len__(self) -> int:
+        return len(self._leases)
+
+    @property
+    def last_production(self) -> int:
+        """Number of the newest lease; workers use it to tell a new lease from a forgotten one."""
+        return self._last_production
+
+    def open(
+        self,
+        request_id: str,
+        secret: str,
+        prompt_hash: str,
+        block_ids: Sequence[Sequence[int]],
+        num_held_blocks: int,
+        now_s: float,
+    ) -> Lease:
+        """Hold a finished prompt's blocks from now on."""
+        self._last_production += 1
+        lease = Lease(
+            production=self._last_production,
+            request_id=request_id,
+            secret=secret,
+            prompt_hash=prompt_hash,
+            block_ids=tuple(tuple(ids) for ids in block_ids),
+            num_held_blocks=num_held_blocks,
+            opened_s=now_s,
+            deadline_s=now_s + min(self._lease_s, self._max_lease_s),
+        )
+        self._leases[lease.production] = lease
+        self._by_request[request_id] = lease.production
+        self.num_held_blocks += num_held_blocks
+        heapq.heappush(self._expiry, (lease.deadline_s, lease.production))
+        return lease
+
+    def claim(
+        self, production: int, secret: str, prompt_hash: str, claim_id: int, now_s: float
+    ) -> Lease | str:
+        """Attach a D request to a lease; returns the lease, or a sentence why there is none."""
+        lease = self._live(production, secret)
+        if lease is None:
+            return "the prefill server no longer holds these blocks (released or expired)"
+        if lease.prompt_hash != prompt_hash:
+            return "the prompt differs from the one that was prefilled"
+        known = self._claims.get(claim_id)
+        if known is not None and known != production:
+            return "this claim id is in use for another prompt"
+        if known is None:
+            self._claims[claim_id] = production
+            lease.claims[claim_id] = ClaimState(self._extended(lease, now_s))
+        else:
+            lease.claims[claim_id].deadline_s = self._extended(lease, now_s)
+        self._reschedule(lease)
+        return lease
+
+    def renew(self, claim_id: int, now_s: float) -> bool:
+        """Extend a claim; False when there is nothing left to extend."""
+        lease = self._leases.get(self._claims.get(claim_id, 0))
+        if lease is None or lease.end is not None:
+            return False
+        lease.claims[claim_id].deadline_s = self._extended(lease, now_s)
+        self._reschedule(lease)
+        return True
+
+    def drop(self, production: int, secret: str, claim_id: int) -> None:
+        """D needs nothing of this claim. The lease ends when no other claim is open."""
+        lease = self._live(production, secret)
+        if lease is not None:
+            self._close_claim(lease, claim_id)
+
+    def released_by_ranks(self, claim_id: int, num_ranks: int) -> None:
+        """``num_ranks`` more ranks of P have confirmed this claim's release."""
+        lease = self._leases.get(self._claims.get(claim_id, 0))
+        if lease is None or lease.end is not None:
+            return
+        claim = lease.claims[claim_id]
+        claim.ranks_released += num_ranks
+        if claim.ranks_released >= self._num_ranks:
+            self._close_claim(lease, claim_id)
+
+    def take_ended(self, now_s: float) -> list[Lease]:
+        """The leases that ended since the last call; each is returned once."""
+        while self._expiry and self._expiry[0][0] <= now_s:
+            deadline_s, production = heapq.heappop(self._expiry)
+            lease = self._leases.get(production)
+            if lease is not None and lease.end is None and lease.deadline_s == deadline_s:
+                self._expire_claims(lease, now_s)
+        ended, self._ended = self._ended, []
+        return ended
+
+    def forget(self, request_id: str) -> Lease | None:
+        """vLLM has freed the request's blocks."""
+        production = self._by_request.pop(request_id, None)
+        if production is None:
+            return None
+        lease = self._leases.pop(production)
+        for claim_id in lease.claims:
+            self._claims.pop(claim_id, None)
+        self.num_held_blocks -= lease.num_held_blocks
+        return lease
+
+    def _live(self, production: int, secret: str) -> Lease | None:
+        lease = self._leases.get(production)
+        if lease is None or lease.end is not None or lease.secret != secret:
+            return None
+        return lease
+
+    def _extended(self, lease: Lease, now_s: float) -> float:
+        return min(now_s + self._lease_s, lease.opened_s + self._max_lease_s)
+
+    def _reschedule(self, lease: Lease) -> None:
+        """A claimed lease lives until the last of its claims."""
+        deadline_s = max(claim.deadline_s for claim in lease.claims.values())
+        if deadline_s != lease.deadline_s:
+            lease.deadline_s = deadline_s
+            heapq.heappush(self._expiry, (deadline_s, lease.production))
+
+    def _close_claim(self, lease: Lease, claim_id: int) -> None:
+        if lease.claims.pop(claim_id, None) is not None:
+            self._claims.pop(claim_id, None)
+        if not lease.claims:
+            self._end(lease, LeaseEnd.RELEASED)
+        else:
+            self._reschedule(lease)
+
+    def _expire_claims(self, lease: Lease, now_s: float) -> None:
+        for claim_id, claim in list(lease.claims.items()):
+            if claim.deadline_s <= now_s:
+                del lease.claims[claim_id]
+                self._claims.pop(claim_id, None)
+        if not lease.claims:
+            self._end(lease, LeaseEnd.EXPIRED)
+        else:
+            self._reschedule(lease)
+
+    def _end(self, lease: Lease, reason: LeaseEnd) -> None:
+        lease.end = reason
+        self._ended.append(lease)

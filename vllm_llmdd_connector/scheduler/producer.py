@@ -1,0 +1,249 @@
+"""P's requests: from a finished prefill to the release of its blocks.
+
+Called by the scheduling thread (hooks) and by the control thread (``handle``); one lock guards the
+lease table. Neither side waits for anything while holding it.
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from vllm_llmdd_connector.config import ConnectorConfig
+from vllm_llmdd_connector.control.fingerprint import Fingerprint, first_difference
+from vllm_llmdd_connector.control.messages import (
+    PROTOCOL_VERSION,
+    AnyMessage,
+    Claim,
+    Drop,
+    Gone,
+    Grant,
+    Hello,
+    Message,
+    Reject,
+    Renew,
+    Unknown,
+    Welcome,
+    WorkerEndpoint,
+    read_fingerprint,
+)
+from vllm_llmdd_connector.errors import RemoteProtocolError
+from vllm_llmdd_connector.ids import new_claim_id, new_secret
+from vllm_llmdd_connector.log import get_logger
+from vllm_llmdd_connector.metadata import Hold, StepMessage
+from vllm_llmdd_connector.metrics import TransferStats
+from vllm_llmdd_connector.params import (
+    Ticket,
+    request_prompt_hash,
+    response_params,
+    wants_remote_decode,
+)
+from vllm_llmdd_connector.scheduler.block_map import NULL_BLOCK, prompt_blocks
+from vllm_llmdd_connector.scheduler.lease import Lease, LeaseEnd, LeaseTable
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+logger = get_logger(__name__)
+
+_HANDED_OVER = frozenset({"FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED"})
+
+
+class Producer:
+    """The producer half of the scheduler-side connector."""
+
+    def __init__(
+        self,
+        config: ConnectorConfig,
+        engine_id: str,
+        instance: str,
+        control_port: int,
+        block_sizes: Sequence[int],
+        num_blocks: int,
+        num_ranks: int,
+        clock: Callable[[], float],
+        stats: TransferStats,
+    ) -> None:
+        self._config = config
+        self._engine_id = engine_id
+        self._instance = instance
+        self._control_port = control_port
+        self._block_sizes = tuple(block_sizes)
+        self._max_held_blocks = int(num_blocks * config.max_leased_fraction)
+        self._clock = clock
+        self._stats = stats
+        self._session = new_claim_id()
+        self._lock = threading.Lock()
+        self._leases = LeaseTable(config.lease_s, config.max_lease_s, num_ranks)
+        self._new_holds: list[Hold] = []
+        self._fingerprint: Fingerprint | None = None
+        self._workers: tuple[WorkerEndpoint, ...] = ()
+
+    def set_identity(self, fingerprint: Fingerprint, workers: tuple[WorkerEndpoint, ...]) -> None:
+        """What Welcome says; called before the control channel answers."""
+        self._fingerprint = fingerprint
+        self._workers = workers
+
+    @property
+    def num_leases(self) -> int:
+        return len(self._leases)
+
+    def request_finished(
+        self, request: "Request", block_ids: Sequence[Sequence[int]]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Hold the prompt's blocks and return the params for D, or (False, None)."""
+        if not wants_remote_decode(request.kv_transfer_params):
+            return False, None
+        if request.status.name not in _HANDED_OVER:
+            return False, None
+        prompt_id = request_prompt_hash(request)
+        if prompt_id is None:
+            self._stats.count("not_handed_over")
+            logger.warning(
+                "request %s: a prompt of embeddings is not handed over; D prefills it itself",
+                request.request_id,
+            )
+            return False, None
+        blocks = prompt_blocks(block_ids, self._block_sizes, request.num_prompt_tokens)
+        num_held = sum(1 for ids in block_ids for block in ids if block != NULL_BLOCK)
+        if not num_held:
+            return False, None
+        with self._lock:
+            lease = self._open_lease(request.request_id, prompt_id, blocks, num_held)
+        if lease is None:
+            return False, None
+        return True, self._params(lease, request.num_prompt_tokens)
+
+    def _open_lease(
+        self,
+        request_id: str,
+        prompt_id: str,
+        blocks: tuple[tuple[int, ...], ...],
+        num_held: int,
+    ) -> Lease | None:
+        held = self._leases.num_held_blocks
+        if len(self._leases) and held + num_held > self._max_held_blocks:
+            self._stats.count("leases_over_cap")
+            logger.warning(
+                "request %s: not handed over, leases hold %d blocks and may hold %d; D prefills it "
+                "itself (raise max_leased_fraction, or look why D does not fetch)",
+                request_id,
+                held,
+                self._max_held_blocks,
+            )
+            return None
+        lease = self._leases.open(
+            request_id, new_secret(), prompt_id, blocks, num_held, self._clock()
+        )
+        digest_blocks = blocks if self._config.kv_digest else ()
+        self._new_holds.append(Hold(lease.production, request_id, lease.secret, digest_blocks))
+        self._stats.count("leases_opened")
+        return lease
+
+    def _params(self, lease: Lease, num_tokens: int) -> dict[str, Any]:
+        ticket = Ticket(
+            host=self._config.host,
+            port=self._control_port,
+            instance=self._instance,
+            transfer_id=lease.request_id,
+            production=lease.production,
+            secret=lease.secret,
+            num_tokens=num_tokens,
+            prompt_hash=lease.prompt_hash,
+        )
+        return response_params(ticket, self._engine_id, lease.block_ids)
+
+    def fill(self, step: StepMessage) -> None:
+        """Add new and ended leases to the step message."""
+        if not len(self._leases):
+            return
+        with self._lock:
+            step.holds, self._new_holds = self._new_holds, []
+            ended = self._leases.take_ended(self._clock())
+        for lease in ended:
+            step.ended.append(lease.production)
+            self._log_end(lease)
+
+    def _log_end(self, lease: Lease) -> None:
+        assert lease.end is not None
+        self._stats.count(f"leases_{lease.end.value}")
+        if lease.end is LeaseEnd.EXPIRED:
+            logger.warning(
+                "request %s: lease %d expired, no D has fetched and released its %d blocks; "
+                "check that D is alive and can reach %s:%d",
+                lease.request_id,
+                lease.production,
+                lease.num_held_blocks,
+                self._config.host,
+                self._control_port,
+            )
+
+    def on_released(self, released: dict[int, int]) -> None:
+        """Ranks have confirmed releases."""
+        with self._lock:
+            for claim_id, num_ranks in released.items():
+                self._leases.released_by_ranks(claim_id, num_ranks)
+
+    def on_sent(self, request_ids: set[str]) -> None:
+        """vLLM is about to free the blocks of these requests."""
+        with self._lock:
+            for request_id in request_ids:
+                self._leases.forget(request_id)
+
+    def handle(self, message: AnyMessage, reply: Callable[[Message], None]) -> None:
+        """Answer one message of a D scheduler; control thread."""
+        match message:
+            case Hello():
+                reply(self._on_hello(message))
+            case Claim(session=session) | Renew(session=session) | Drop(session=session):
+                if session != self._session:
+                    reply(Unknown(session=session))
+                else:
+                    self._on_session_message(message, reply)
+            case _:
+                raise RemoteProtocolError(
+                    f"{type(message).__name__} is not for a prefill scheduler"
+                )
+
+    def _on_hello(self, message: Hello) -> Message:
+        assert self._fingerprint is not None
+        problem: str | None
+        if message.version != PROTOCOL_VERSION:
+            problem = (
+                f"protocol version differs: prefill server {PROTOCOL_VERSION}, decode server "
+                f"{message.version}; install one version of the connector on both"
+            )
+        else:
+            problem = first_difference(self._fingerprint, read_fingerprint(message.fingerprint))
+            if problem is not None:
+                problem = (
+                    f"{problem} (local is the prefill server, peer the decode server); start both "
+                    "with the same model and KV cache options"
+                )
+        if problem is None:
+            return Welcome(session=self._session, instance=self._instance, workers=self._workers)
+        self._stats.count_failure("handshake")
+        logger.error("a decode server was refused: %s", problem)
+        return Reject(reason=problem)
+
+    def _on_session_message(
+        self, message: Claim | Renew | Drop, reply: Callable[[Message], None]
+    ) -> None:
+        now_s = self._clock()
+        with self._lock:
+            match message:
+                case Claim():
+                    reply(self._claimed(message, now_s))
+                case Renew():
+                    for claim_id in message.claim_ids:
+                        if not self._leases.renew(claim_id, now_s):
+                            reply(Gone(claim_id=claim_id, reason="the lease has ended"))
+                case Drop():
+                    self._leases.drop(message.production, message.secret, message.claim_id)
+
+    def _claimed(self, message: Claim, now_s: float) -> Message:
+        result = self._leases.claim(
+            message.production, message.secret, message.prompt_hash, message.claim_id, now_s
+        )
+        if isinstance(result, str):
+            return Gone(claim_id=message.claim_id, reason=result)
+        return Grant(claim_id=message.claim_id, block_ids=result.block_ids)

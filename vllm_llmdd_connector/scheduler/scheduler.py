@@ -1,0 +1,181 @@
+"""The scheduler-side connector: vLLM's hooks, forwarded to the producer and the consumer half."""
+
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from vllm_llmdd_connector.config import ConnectorConfig
+from vllm_llmdd_connector.control.channel import Server
+from vllm_llmdd_connector.control.client import ControlClient
+from vllm_llmdd_connector.control.fingerprint import Fingerprint, model_facts
+from vllm_llmdd_connector.control.messages import PROTOCOL_VERSION
+from vllm_llmdd_connector.errors import ConfigError
+from vllm_llmdd_connector.ids import new_instance
+from vllm_llmdd_connector.layout.groups import transfer_groups
+from vllm_llmdd_connector.log import get_logger
+from vllm_llmdd_connector.metadata import StepMessage, WorkerHandshake, WorkerReport
+from vllm_llmdd_connector.metrics import LlmddStats, TransferStats
+from vllm_llmdd_connector.params import wants_remote_prefill
+from vllm_llmdd_connector.scheduler.consumer import Consumer
+from vllm_llmdd_connector.scheduler.producer import Producer
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+logger = get_logger(__name__)
+
+RENEWALS_PER_LEASE = 3
+"""A lease survives two lost renewals."""
+
+
+class SchedulerConnector:
+    """One engine's scheduler side. Hooks run on vLLM's scheduling thread."""
+
+    def __init__(
+        self, vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig", config: ConnectorConfig
+    ) -> None:
+        self._config = config
+        self._vllm_config = vllm_config
+        self._stats = TransferStats()
+        self._groups = transfer_groups(kv_cache_config)
+        transfer = vllm_config.kv_transfer_config
+        self._producer: Producer | None = None
+        self._consumer: Consumer | None = None
+        self._server: Server | None = None
+        self._client: ControlClient | None = None
+        self._is_consumer = transfer.is_kv_consumer
+        self._warned_local = False
+        if transfer.is_kv_producer:
+            self._server = Server(
+                "llmdd-control-server",
+                config.host,
+                self._control_port(),
+                lambda: self._stats.count("junk_messages"),
+            )
+            self._producer = Producer(
+                config,
+                transfer.engine_id,
+                new_instance(),
+                self._server.port,
+                [group.block_size for group in self._groups],
+                kv_cache_config.num_blocks,
+                vllm_config.parallel_config.tensor_parallel_size,
+                time.monotonic,
+                self._stats,
+            )
+
+    def _control_port(self) -> int:
+        if not self._config.control_port:
+            return 0
+        dp_rank: int = self._vllm_config.parallel_config.data_parallel_rank
+        return self._config.control_port + dp_rank
+
+    def set_handshake(self, by_rank: dict[int, WorkerHandshake]) -> None:
+        """All workers' parts: from here on peers can be answered and dialled."""
+        ranks = [by_rank[rank] for rank in sorted(by_rank)]
+        size = self._vllm_config.parallel_config.tensor_parallel_size
+        if len(ranks) != size:
+            raise ConfigError(f"{len(ranks)} of {size} workers have registered their KV cache")
+        fingerprint = Fingerprint(
+            protocol_version=PROTOCOL_VERSION,
+            groups=ranks[0].groups,
+            **model_facts(self._vllm_config),
+        )
+        if self._producer is not None and self._server is not None:
+            endpoints = [rank.endpoint for rank in ranks if rank.endpoint is not None]
+            self._producer.set_identity(fingerprint, tuple(endpoints))
+            self._server.start(self._producer.handle)
+            logger.info("control channel listens on %s:%d", self._config.host, self._server.port)
+        if self._is_consumer:
+            self._client = ControlClient(
+                fingerprint,
+                self._config.lease_s / RENEWALS_PER_LEASE,
+                time.monotonic,
+                lambda number: self._stats.count("junk_messages", number),
+            )
+            self._consumer = Consumer(
+                self._config,
+                [group.block_size for group in self._groups],
+                self._client,
+                time.monotonic,
+                self._stats,
+            )
+
+    def on_new_request(self, request: "Request") -> None:
+        if self._consumer is not None:
+            self._consumer.on_new_request(request)
+            if self._producer is None and not wants_remote_prefill(request.kv_transfer_params):
+                self._count_local_prefill(request)
+
+    def get_num_new_matched_tokens(
+        self, request: "Request", num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        if self._consumer is None:
+            return 0, False
+        return self._consumer.num_matched_tokens(request, num_computed_tokens)
+
+    def update_state_after_alloc(
+        self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int
+    ) -> None:
+        if self._consumer is not None:
+            block_ids = self._transferred(blocks.get_block_ids())
+            self._consumer.on_allocated(request, block_ids, num_external_tokens)
+
+    def loaded_group_ids(self) -> tuple[int, ...]:
+        return tuple(group.group_id for group in self._groups)
+
+    def build_connector_meta(self) -> StepMessage:
+        step = StepMessage()
+        if self._producer is not None:
+            self._producer.fill(step)
+        if self._consumer is not None:
+            self._consumer.fill(step)
+        return step
+
+    def update_connector_output(self, output: "KVConnectorOutput") -> None:
+        report = output.kv_connector_worker_meta
+        if isinstance(report, WorkerReport):
+            if self._producer is not None and report.released:
+                self._producer.on_released(report.released)
+            if self._consumer is not None and report.failed:
+                self._consumer.on_failed(report.failed)
+        if self._consumer is not None and output.finished_recving:
+            self._consumer.on_received(output.finished_recving)
+        if self._producer is not None and output.finished_sending:
+            self._producer.on_sent(output.finished_sending)
+
+    def request_finished(
+        self, request: "Request", block_ids: Sequence[Sequence[int]]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        if self._consumer is not None:
+            self._consumer.request_finished(request)
+        if self._producer is None:
+            return False, None
+        return self._producer.request_finished(request, self._transferred(block_ids))
+
+    def take_stats(self) -> LlmddStats | None:
+        return self._stats.take()
+
+    def shutdown(self) -> None:
+        if self._server is not None:
+            self._server.close()
+        if self._client is not None:
+            self._client.close()
+
+    def _transferred(self, block_ids: Sequence[Sequence[int]]) -> list[Sequence[int]]:
+        return [block_ids[group.group_id] for group in self._groups]
+
+    def _count_local_prefill(self, request: "Request") -> None:
+        self._stats.count("local_prefills")
+        if not self._warned_local:
+            self._warned_local = True
+            logger.warning(
+                "request %s came without a remote prefill in kv_transfer_params and is prefilled "
+                "locally; further ones are only counted (local_prefills). Does the proxy hand on "
+                "the prefill server's kv_transfer_params?",
+                request.request_id,
+            )

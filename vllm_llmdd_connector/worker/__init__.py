@@ -1,0 +1,1 @@
+"""Worker side: registration, links, pulls, lease confirmations. One instance per rank."""

@@ -1,0 +1,232 @@
+"""The worker-side connector: vLLM's hooks of one rank.
+
+The hooks run on the worker's main thread and never wait for a peer: pulls are queued for their
+peer's thread, releases are answered by the release server's thread, and results are picked up once
+per step.
+"""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import zmq
+
+from vllm_llmdd_connector.config import ConnectorConfig
+from vllm_llmdd_connector.control.channel import Server
+from vllm_llmdd_connector.control.messages import AnyMessage, Message, Release, WorkerEndpoint
+from vllm_llmdd_connector.errors import ConfigError, RemoteProtocolError
+from vllm_llmdd_connector.ids import cluster_id, new_instance
+from vllm_llmdd_connector.layout.groups import Group, transfer_groups
+from vllm_llmdd_connector.layout.kv_layout import CachePlan, group_geometry, plan_caches
+from vllm_llmdd_connector.log import get_logger
+from vllm_llmdd_connector.metadata import PullJob, StepMessage, WorkerHandshake, WorkerReport
+from vllm_llmdd_connector.metrics import LlmddStats, TransferStats
+from vllm_llmdd_connector.worker.completion import Completions, Drained
+from vllm_llmdd_connector.worker.digest import DigestLog
+from vllm_llmdd_connector.worker.engine import DataDistEngine
+from vllm_llmdd_connector.worker.held_leases import HeldLeases
+from vllm_llmdd_connector.worker.pull import PeerThread, PullContext
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+logger = get_logger(__name__)
+
+
+class WorkerConnector:
+    """One rank's worker side."""
+
+    def __init__(
+        self,
+        vllm_config: "VllmConfig",
+        kv_cache_config: "KVCacheConfig",
+        config: ConnectorConfig,
+        tp_rank: int,
+    ) -> None:
+        transfer = vllm_config.kv_transfer_config
+        self._config = config
+        self._engine_id = str(transfer.engine_id)
+        self._role = str(transfer.kv_role)
+        self._is_producer = bool(transfer.is_kv_producer)
+        self._is_consumer = bool(transfer.is_kv_consumer)
+        self._tp_rank = tp_rank
+        self._groups: list[Group] = transfer_groups(kv_cache_config)
+        self._num_blocks = kv_cache_config.num_blocks
+        self._stats = TransferStats()
+        self._completions = Completions()
+        self._held = HeldLeases()
+        self._digests = (
+            DigestLog(config.kv_digest, self._role, tp_rank) if config.kv_digest else None
+        )
+        self._zmq_context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._peers: dict[int, PeerThread] = {}
+        self._plans: list[CachePlan] = []
+        self._engine: DataDistEngine | None = None
+        self._server: Server | None = None
+        self._handshake: WorkerHandshake | None = None
+        self._pull_context: PullContext | None = None
+        self._sent: set[str] = set()
+        self._failed: dict[str, str] = {}
+        self._failed_blocks: set[int] = set()
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        """Register every KV tensor with the engine and open this rank's endpoint.
+
+        Raises:
+            ConfigError: a tensor is not in host memory or not made of blocks, or a port is taken.
+        """
+        _check_host_memory(kv_caches)
+        self._plans = plan_caches(
+            [group.layers for group in self._groups], kv_caches, self._num_blocks
+        )
+        own_cluster = cluster_id(self._engine_id, new_instance(), self._tp_rank)
+        self._engine = DataDistEngine(self._config, own_cluster, self._plans, self._is_producer)
+        endpoint = self._open_endpoint(self._engine) if self._is_producer else None
+        self._handshake = WorkerHandshake(
+            tp_rank=self._tp_rank,
+            endpoint=endpoint,
+            groups=tuple(
+                group_geometry(
+                    group.kind, group.block_size, group.layers, kv_caches, self._num_blocks
+                )
+                for group in self._groups
+            ),
+        )
+        self._pull_context = PullContext(
+            config=self._config,
+            engine=self._engine,
+            plans=self._plans,
+            completions=self._completions,
+            stats=self._stats,
+            digests=self._digests,
+            zmq_context=self._zmq_context,
+        )
+        self._log_registration(own_cluster)
+
+    @property
+    def handshake(self) -> WorkerHandshake | None:
+        return self._handshake
+
+    def bind(self, step: StepMessage) -> None:
+        """Take over a step's orders; before its forward."""
+        if step.is_empty:
+            return
+        if step.holds:
+            if self._digests is not None:
+                self._digest_holds(step)
+            self._held.hold(step.holds)
+        if step.ended:
+            self._sent |= self._held.end(step.ended)
+        for request_id in step.cancels:
+            self._completions.cancel(request_id)
+        for job in step.pulls:
+            self._start_pull(job)
+
+    def poll(self) -> tuple[set[str], Drained]:
+        """Requests to report: sent by P, and received or failed at D. Each is returned once."""
+        sent, self._sent = self._sent, set()
+        drained = self._completions.drain()
+        if drained is None:
+            return sent, Drained()
+        self._failed.update(drained.failed)
+        self._failed_blocks |= drained.failed_blocks
+        return sent, drained
+
+    def take_failed_blocks(self) -> set[int]:
+        """Blocks of the requests that ``poll`` returned as failed; for vLLM before 0.30."""
+        blocks, self._failed_blocks = self._failed_blocks, set()
+        return blocks
+
+    def take_report(self) -> WorkerReport | None:
+        """What the scheduler side learns beyond vLLM's own reports; None in most steps."""
+        released = self._held.take_released()
+        if not released and not self._failed:
+            return None
+        failed, self._failed = self._failed, {}
+        return WorkerReport(released=released, failed=failed)
+
+    def take_stats(self) -> LlmddStats | None:
+        return self._stats.take()
+
+    def shutdown(self) -> None:
+        """Stop all threads and give the memory registrations back; idempotent."""
+        for peer in list(self._peers.values()):
+            peer.close()
+        if self._server is not None:
+            self._server.close()
+        if self._engine is not None:
+            self._engine.close()
+            self._engine = None
+        self._zmq_context.term()
+
+    def _open_endpoint(self, engine: DataDistEngine) -> WorkerEndpoint:
+        self._server = Server(
+            "llmdd-release-server",
+            self._config.host,
+            0,
+            lambda: self._stats.count("junk_messages"),
+        )
+        self._server.start(self._on_message)
+        return WorkerEndpoint(
+            cluster_id=engine.cluster_id,
+            host=self._config.host,
+            engine_port=engine.listen_port,
+            control_port=self._server.port,
+        )
+
+    def _on_message(self, message: AnyMessage, reply: Callable[[Message], None]) -> None:
+        """Release server's thread."""
+        if not isinstance(message, Release):
+            raise RemoteProtocolError(f"{type(message).__name__} is not for a prefill worker")
+        assert self._engine is not None
+        if message.cluster_id != self._engine.cluster_id:
+            raise RemoteProtocolError(
+                f"Release is for cluster {message.cluster_id:x}, not this one"
+            )
+        self._held.on_release(message, reply)
+
+    def _start_pull(self, job: PullJob) -> None:
+        self._completions.expect(job.request_id, job.loaded_blocks)
+        assert self._pull_context is not None
+        endpoint = job.workers[self._tp_rank]
+        peer = self._peers.get(endpoint.cluster_id)
+        if peer is None or not peer.submit(job):
+            peer = PeerThread(self._pull_context, endpoint, self._on_peer_end)
+            self._peers[endpoint.cluster_id] = peer
+            peer.submit(job)
+
+    def _on_peer_end(self, peer: PeerThread) -> None:
+        """Peer's thread: forget it unless a newer one has taken its place."""
+        if self._peers.get(peer.endpoint.cluster_id) is peer:
+            self._peers.pop(peer.endpoint.cluster_id, None)
+
+    def _digest_holds(self, step: StepMessage) -> None:
+        assert self._digests is not None
+        for hold in step.holds:
+            for plan in self._plans:
+                ids = hold.block_ids[plan.group_index]
+                self._digests.write("send", hold.request_id, hold.request_id, plan, 0, ids)
+
+    def _log_registration(self, own_cluster: int) -> None:
+        num_regions = sum(len(plan.regions) for plan in self._plans)
+        num_bytes = sum(plan.block_len * len(plan.regions) for plan in self._plans)
+        logger.info(
+            "cluster %x (rank %d, %s): registered %d KV tensors in %d caches, %d blocks of %d B",
+            own_cluster,
+            self._tp_rank,
+            self._role,
+            num_regions,
+            len(self._plans),
+            self._num_blocks,
+            num_bytes,
+        )
+
+
+def _check_host_memory(kv_caches: dict[str, Any]) -> None:
+    for layer, value in kv_caches.items():
+        for tensor in value if isinstance(value, tuple | list) else [value]:
+            if tensor.device.type != "cpu":
+                raise ConfigError(
+                    f"KV cache of layer {layer} is on device {tensor.device}, but the host engine "
+                    "moves host memory only; run vLLM's CPU build, or a connector for that device"
+                )
