@@ -53,6 +53,10 @@ class RequestState(Enum):
     LOCAL = "local"
 
 
+_OPEN = frozenset({RequestState.CLAIMING, RequestState.MATCHED})
+"""Nothing has been decided about the request's blocks yet."""
+
+
 class Control(Protocol):
     """What the consumer needs of the control plane; ``ControlClient`` and the tests' fake have
     it."""
@@ -119,12 +123,17 @@ class Consumer:
         # vLLM computes the last token itself in any case, to sample from it.
         return (num_tokens, True) if num_tokens > 1 else (0, False)
 
+    def is_open(self, request_id: str) -> bool:
+        """Whether an allocation for this request still decides about its remote blocks."""
+        entry = self._requests.get(request_id)
+        return entry is not None and entry.state in _OPEN
+
     def on_allocated(
-        self, request: "Request", block_ids: Sequence[Sequence[int]], num_external_tokens: int
+        self, request_id: str, block_ids: Sequence[Sequence[int]], num_external_tokens: int
     ) -> None:
         """vLLM allocated blocks: fetch into them, or tell P that nothing is needed."""
-        entry = self._requests.get(request.request_id)
-        if entry is None or entry.state not in (RequestState.CLAIMING, RequestState.MATCHED):
+        entry = self._requests.get(request_id)
+        if entry is None or entry.state not in _OPEN:
             return
         if num_external_tokens <= 0 or entry.granted is None:
             self._give_up_claim(entry)
@@ -167,11 +176,7 @@ class Consumer:
         self._by_claim.pop(entry.claim_id, None)
         if entry.state is RequestState.RECEIVING:
             self._cancels.append(entry.request_id)
-        if entry.state in (
-            RequestState.CLAIMING,
-            RequestState.MATCHED,
-            RequestState.RECEIVING,
-        ):
+        if entry.state in _OPEN or entry.state is RequestState.RECEIVING:
             self._drop(entry)
 
     def _known(self, request: "Request") -> ConsumerRequest | None:
@@ -250,10 +255,7 @@ class Consumer:
                 continue
             if isinstance(outcome, Granted) and entry.state is RequestState.CLAIMING:
                 self._on_granted(entry, outcome)
-            elif isinstance(outcome, Refused) and entry.state in (
-                RequestState.CLAIMING,
-                RequestState.MATCHED,
-            ):
+            elif isinstance(outcome, Refused) and entry.state in _OPEN:
                 self._fall_back(entry, outcome.stage, outcome.reason)
 
     def _on_granted(self, entry: ConsumerRequest, granted: Granted) -> None:

@@ -121,9 +121,9 @@ class SchedulerConnector:
     def update_state_after_alloc(
         self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int
     ) -> None:
-        if self._consumer is not None:
+        if self._consumer is not None and self._consumer.is_open(request.request_id):
             block_ids = self._transferred(blocks.get_block_ids())
-            self._consumer.on_allocated(request, block_ids, num_external_tokens)
+            self._consumer.on_allocated(request.request_id, block_ids, num_external_tokens)
 
     def loaded_group_ids(self) -> tuple[int, ...]:
         return tuple(group.group_id for group in self._groups)
