@@ -1,0 +1,24 @@
+"""Fixtures for every kind of test; pytest puts this directory on the import path, for ``fakes``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from fakes.clock import FakeClock
+from fakes.fake_datadist import FakeDataDist
+from fakes.install import install_fake_datadist
+
+
+@pytest.fixture
+def clock() -> FakeClock:
+    """A clock that moves only when the test says so."""
+    return FakeClock()
+
+
+@pytest.fixture
+def datadist(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDataDist]:
+    """The fake LLM-DataDist network, installed; at the end nothing forbidden may have happened."""
+    network = install_fake_datadist(monkeypatch)
+    yield network
+    assert network.violations == []

@@ -1,0 +1,1 @@
+"""Unit tests, one file for each file of the package."""
