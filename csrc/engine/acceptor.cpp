@@ -1,0 +1,74 @@
+#include "engine/acceptor.h"
+
+#include <poll.h>
+
+#include <cerrno>
+
+#include "common/log.h"
+#include "common/socket_io.h"
+
+namespace llmdd {
+namespace {
+
+constexpr size_t kMaxGreeters = 64;
+constexpr int kBackOffMs = 100;
+
+}  // namespace
+
+Acceptor::Acceptor(const std::string& ip, uint16_t port, const SignalFd& stop, Greet greet)
+    : stop_(stop),
+      greet_(std::move(greet)),
+      listener_(listen_tcp(ip, port)),
+      port_(bound_port(listener_.get())),
+      thread_(&Acceptor::run, this) {}
+
+Acceptor::~Acceptor() {
+  thread_.join();
+  for (Greeter& greeter : greeters_) greeter.thread.join();
+}
+
+void Acceptor::run() {
+  while (true) {
+    pollfd fds[2] = {{listener_.get(), POLLIN, 0}, {stop_.fd(), POLLIN, 0}};
+    if (::poll(fds, 2, -1) < 0 && errno != EINTR) break;
+    if (fds[1].revents != 0) return;
+    if (fds[0].revents != 0) accept_all();
+    reap();
+  }
+  log(LogLevel::kError, "the accept thread ended: poll failed: " + errno_text(errno));
+}
+
+void Acceptor::accept_all() {
+  while (UniqueFd tcp = accept_one(listener_.get())) start_greeter(std::move(tcp));
+  if (errno != EMFILE && errno != ENFILE) return;
+  // The connection stays in the queue and poll(2) would return at once, so wait for descriptors.
+  log(LogLevel::kError, "cannot accept a link: " + errno_text(errno));
+  pollfd stop{stop_.fd(), POLLIN, 0};
+  ::poll(&stop, 1, kBackOffMs);
+}
+
+void Acceptor::start_greeter(UniqueFd tcp) {
+  reap();
+  if (greeters_.size() >= kMaxGreeters) {
+    log(LogLevel::kWarning, "a connection was closed: 64 handshakes are in progress");
+    return;
+  }
+  Greeter& greeter = greeters_.emplace_back();
+  greeter.thread = std::thread([this, &greeter, fd = std::move(tcp)]() mutable {
+    greet_(std::move(fd));
+    greeter.done = true;
+  });
+}
+
+void Acceptor::reap() {
+  for (auto it = greeters_.begin(); it != greeters_.end();) {
+    if (it->done) {
+      it->thread.join();
+      it = greeters_.erase(it);
+    } else {
+      ++it;
+    }
+  }
+}
+
+}  // namespace llmdd

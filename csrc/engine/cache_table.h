@@ -1,0 +1,92 @@
+// The caches this process has registered, and the keys bound to them.
+//
+// Used by API threads and by link threads at once. A cache in use as a destination is held by a
+// CacheUse; `remove` waits for those, so that no byte is written to a cache after it is
+// unregistered.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "model/cache_key.h"
+#include "model/cache_layout.h"
+
+namespace llmdd {
+
+struct Cache {
+  int64_t id = 0;
+  CacheLayout layout;
+  std::atomic<bool> closed{false};
+  int users = 0;  // guarded by the table's mutex
+};
+
+class CacheTable;
+
+// Holds a cache open while its bytes are written.
+class CacheUse {
+ public:
+  CacheUse(CacheTable& table, std::shared_ptr<Cache> cache);
+  CacheUse(CacheUse&& other) noexcept;
+  CacheUse(const CacheUse&) = delete;
+  CacheUse& operator=(CacheUse&&) = delete;
+  ~CacheUse();
+
+  const CacheLayout& layout() const { return cache_->layout; }
+  // Throws Error(kKvCacheNotExist) once `remove` was called: the copy has to stop.
+  void check_open() const;
+
+ private:
+  CacheTable& table_;
+  std::shared_ptr<Cache> cache_;
+};
+
+struct FoundRow {
+  std::shared_ptr<Cache> cache;
+  uint64_t row = 0;
+};
+
+class CacheTable {
+ public:
+  // Ids start at 1; a refused specification uses one up, as in LLM-DataDist. The first binding of a
+  // row key wins, the last binding of a blocks key does.
+  int64_t add(const CacheSpec& spec, const std::vector<RowKey>& row_keys,
+              std::optional<uint64_t> blocks_model_id);
+
+  // An unknown id is no error. Returns when no copy into the cache runs any more.
+  void remove(int64_t id);
+
+  // Both throw Error(kKvCacheNotExist).
+  CacheUse use(int64_t id);
+  FoundRow find(const CacheRef& ref) const;
+  CacheUse use(const FoundRow& found);
+
+  bool contains(int64_t id) const;
+
+ private:
+  friend class CacheUse;
+  using ModelKey = std::pair<uint64_t, uint64_t>;  // (req_id or prefix_id, model_id)
+  using RowIndex = std::map<ModelKey, std::pair<int64_t, uint64_t>>;
+
+  void bind_rows(int64_t id, const std::vector<RowKey>& row_keys);
+  void unbind(int64_t id);
+  FoundRow row_of(const RowIndex& index, const CacheRef& ref) const;
+  std::shared_ptr<Cache> cache_of(int64_t id) const;
+  CacheUse open(std::shared_ptr<Cache> cache);
+  void release(Cache& cache);
+
+  mutable std::mutex mutex_;
+  std::condition_variable released_;
+  int64_t next_id_ = 1;
+  std::map<int64_t, std::shared_ptr<Cache>> caches_;
+  RowIndex requests_;
+  RowIndex prefixes_;
+  std::map<uint64_t, int64_t> blocks_;  // model_id -> cache id
+};
+
+}  // namespace llmdd

@@ -1,0 +1,224 @@
+#include "engine/handshake.h"
+
+#include <fcntl.h>
+#include <poll.h>
+
+#include <algorithm>
+#include <array>
+
+#include "common/log.h"
+#include "engine/rendezvous.h"
+
+namespace llmdd {
+namespace {
+
+constexpr int64_t kHelloTimeoutMs = 3000;
+constexpr uint32_t kMaxHandshakeMs = 60000;
+
+void send_frame(int fd, MessageType type, const Bytes& payload, const WaitLimit& limit) {
+  Bytes frame = encode_frame(type, 0, payload);
+  write_all(fd, frame.data(), frame.size(), limit);
+}
+
+Frame read_frame(int fd, const WaitLimit& limit) {
+  std::array<uint8_t, kFrameHeaderBytes> bytes;
+  read_exact(fd, bytes.data(), bytes.size(), limit);
+  FrameHeader header = decode_header(bytes.data(), kMaxHandshakePayload);
+  Frame frame{header.type, header.call_id, Bytes(header.payload_bytes)};
+  read_exact(fd, frame.payload.data(), frame.payload.size(), limit);
+  return frame;
+}
+
+// A Reject in place of the expected message carries the peer's reason.
+Frame expect(int fd, MessageType type, const WaitLimit& limit) {
+  Frame frame = read_frame(fd, limit);
+  if (frame.type == MessageType::kReject) {
+    Outcome outcome = Outcome::decode(frame.payload);
+    throw Error(outcome.failure(), "the peer refused: " + outcome.text);
+  }
+  if (frame.type != type) {
+    throw WireError("unexpected message type " + std::to_string(int(frame.type)) +
+                    " during the handshake");
+  }
+  return frame;
+}
+
+// The peer learns the reason if it still listens; this side's own error is the one that counts.
+void try_reject(int fd, Status status, const std::string& text, const WaitLimit& limit) {
+  try {
+    send_frame(fd, MessageType::kReject, Outcome{status, text}.encode(), limit);
+  } catch (const Error&) {
+    log(LogLevel::kDebug, "the peer left before it was told: " + text);
+  }
+}
+
+// Runs `step`; what it throws is told to the peer on `fd` and thrown on.
+template <typename Step>
+auto or_reject(int fd, const WaitLimit& limit, Step step) {
+  try {
+    return step();
+  } catch (const Error& error) {
+    try_reject(fd, error.status(), error.what(), limit);
+    throw;
+  } catch (const WireError& error) {
+    try_reject(fd, Status::kLinkFailed, error.what(), limit);
+    throw Error(Status::kLinkFailed, error.what());
+  }
+}
+
+const char* mode_name(bool remote_access) { return remote_access ? "True" : "False"; }
+
+void check_mode(bool local, bool peer) {
+  if (local == peer) return;
+  throw Error(Status::kParamInvalid, std::string("enable_remote_cache_accessible differs: local ") +
+                                         mode_name(local) + ", peer has " + mode_name(peer) +
+                                         "; set the same value on both sides");
+}
+
+void check_id(const char* what, uint64_t wanted, uint64_t actual) {
+  if (wanted == actual) return;
+  throw Error(Status::kLinkFailed, std::string(what) + ": wanted " + std::to_string(wanted) +
+                                       ", it is " + std::to_string(actual));
+}
+
+std::string unreachable_sentence(const Identity& self, const Welcome& welcome, const char* why) {
+  std::string socket = "socket " + welcome.socket_path + " cannot be reached (" + why + "): ";
+  if (self.host.boot_id != welcome.host.boot_id) {
+    return socket +
+           "the peer runs on another host, and this engine only links processes of one host";
+  }
+  return socket +
+         "the processes share a kernel but not this directory; let both containers mount one "
+         "directory and name it in TMPDIR";
+}
+
+UniqueFd dial_peer_socket(const Identity& self, const Welcome& welcome, const WaitLimit& limit) {
+  try {
+    return dial_unix(welcome.socket_path, limit);
+  } catch (const Error& error) {
+    throw Error(Status::kLinkFailed, unreachable_sentence(self, welcome, error.what()));
+  }
+}
+
+Introduce introduction(const Identity& self, const Nonce& token) {
+  return {token, self.nonce, self.nonce_addr()};
+}
+
+Welcome exchange_hello(const Identity& self, const DialTarget& target, int tcp,
+                       const WaitLimit& limit) {
+  Hello hello{self.cluster_id, target.cluster_id, self.remote_access,
+              static_cast<uint32_t>(limit.deadline.remaining_ms()), self.host};
+  send_frame(tcp, MessageType::kHello, hello.encode(), limit);
+  Welcome welcome = Welcome::decode(expect(tcp, MessageType::kWelcome, limit).payload);
+  check_id("the peer at this address has another cluster id", target.cluster_id,
+           welcome.cluster_id);
+  check_mode(self.remote_access, welcome.remote_access);
+  return welcome;
+}
+
+void exchange_verdict(int socket, const WaitLimit& limit, const std::function<void()>& confirm) {
+  confirm();
+  send_frame(socket, MessageType::kVerdict, Outcome{}.encode(), limit);
+  Outcome verdict = Outcome::decode(expect(socket, MessageType::kVerdict, limit).payload);
+  if (verdict.status != Status::kSuccess) {
+    throw Error(verdict.failure(), "the peer refused: " + verdict.text);
+  }
+}
+
+Greeted greet_listener_checked(const Identity& self, const Prober& prober, const DialTarget& target,
+                               int tcp, const WaitLimit& limit,
+                               const std::function<void()>& confirm) {
+  Welcome welcome = exchange_hello(self, target, tcp, limit);
+  UniqueFd socket = dial_peer_socket(self, welcome, limit);
+  PeerProcess process = identify_peer(socket.get());
+  send_frame(socket.get(), MessageType::kIntroduce, introduction(self, welcome.token).encode(),
+             limit);
+  Introduce peer = Introduce::decode(expect(socket.get(), MessageType::kIntroduce, limit).payload);
+  or_reject(socket.get(), limit, [&] {
+    prober.probe(process.pid, peer.nonce_addr, peer.nonce);
+    exchange_verdict(socket.get(), limit, confirm);
+  });
+  return {target.cluster_id, std::move(socket), std::move(process)};
+}
+
+// Waits for the dialling side on the Unix socket, and for its reason on TCP if it gives up.
+UniqueFd await_dialer(const Rendezvous& rendezvous, int tcp, const WaitLimit& limit) {
+  while (true) {
+    pollfd fds[3] = {{rendezvous.fd(), POLLIN, 0}, {tcp, POLLIN, 0}, {limit.stop_fd, POLLIN, 0}};
+    ::poll(fds, 3, limit.deadline.remaining_ms());
+    if (fds[2].revents != 0) throw Error(Status::kFailed, "the engine is being finalized");
+    if (fds[0].revents != 0) return accept_one(rendezvous.fd());
+    if (fds[1].revents != 0) expect(tcp, MessageType::kReject, limit);
+    if (limit.deadline.passed()) throw Error(Status::kTimeout, "the peer did not come in time");
+  }
+}
+
+struct Visitor {
+  UniqueFd socket;
+  PeerProcess process;
+  Introduce introduce;
+};
+
+Visitor receive_visitor(const Rendezvous& rendezvous, const Nonce& token, int tcp,
+                        const WaitLimit& limit) {
+  UniqueFd socket = await_dialer(rendezvous, tcp, limit);
+  if (!socket) throw Error(Status::kLinkFailed, "the peer left before it was accepted");
+  PeerProcess process = identify_peer(socket.get());
+  Introduce introduce =
+      Introduce::decode(expect(socket.get(), MessageType::kIntroduce, limit).payload);
+  if (introduce.token != token) {
+    throw Error(Status::kLinkFailed, "another process came to the socket of this handshake");
+  }
+  return {std::move(socket), std::move(process), introduce};
+}
+
+Hello receive_hello(const Identity& self, int tcp, int stop_fd, uint64_t& claimed_cluster_id) {
+  WaitLimit limit{Deadline::after_ms(kHelloTimeoutMs), stop_fd};
+  return or_reject(tcp, limit, [&] {
+    Hello hello = Hello::decode(expect(tcp, MessageType::kHello, limit).payload);
+    claimed_cluster_id = hello.cluster_id;
+    check_id("another cluster id listens here", hello.wanted_cluster_id, self.cluster_id);
+    if (hello.cluster_id == self.cluster_id) {
+      throw Error(Status::kParamInvalid, "both sides have cluster id " +
+                                             std::to_string(self.cluster_id) +
+                                             "; give each process its own");
+    }
+    check_mode(self.remote_access, hello.remote_access);
+    return hello;
+  });
+}
+
+}  // namespace
+
+Greeted greet_listener(const Identity& self, const Prober& prober, const DialTarget& target,
+                       const WaitLimit& limit, const std::function<void()>& confirm) {
+  UniqueFd tcp = dial_tcp(target.ip, target.port, limit);
+  return or_reject(tcp.get(), limit, [&] {
+    return greet_listener_checked(self, prober, target, tcp.get(), limit, confirm);
+  });
+}
+
+void greet_dialer(const Identity& self, const Prober& prober, UniqueFd tcp, int stop_fd,
+                  uint64_t& claimed_cluster_id, const std::function<void(Greeted)>& file) {
+  Hello hello = receive_hello(self, tcp.get(), stop_fd, claimed_cluster_id);
+  int64_t timeout_ms = std::clamp(hello.timeout_ms, 1U, kMaxHandshakeMs);
+  WaitLimit limit{Deadline::after_ms(timeout_ms), stop_fd};
+  or_reject(tcp.get(), limit, [&] {
+    Rendezvous rendezvous;
+    Welcome welcome{self.cluster_id, self.remote_access, self.host, rendezvous.socket_path(),
+                    random_nonce()};
+    send_frame(tcp.get(), MessageType::kWelcome, welcome.encode(), limit);
+    Visitor visitor = receive_visitor(rendezvous, welcome.token, tcp.get(), limit);
+    // `file` takes the socket; the copy is for telling the peer when it refuses.
+    UniqueFd socket(::fcntl(visitor.socket.get(), F_DUPFD_CLOEXEC, 0));
+    send_frame(socket.get(), MessageType::kIntroduce, introduction(self, welcome.token).encode(),
+               limit);
+    or_reject(socket.get(), limit, [&] {
+      prober.probe(visitor.process.pid, visitor.introduce.nonce_addr, visitor.introduce.nonce);
+      expect(socket.get(), MessageType::kVerdict, limit);
+      file({hello.cluster_id, std::move(visitor.socket), std::move(visitor.process)});
+    });
+  });
+}
+
+}  // namespace llmdd

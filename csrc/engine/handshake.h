@@ -1,0 +1,64 @@
+// How two engines meet.
+//
+//   dialling side                TCP                 listening side
+//   Hello        ------------------------------->    checks version, cluster ids, mode
+//                <-------------------------------    Welcome (path of its Unix socket, token) or
+//                Reject
+//   checks the same
+//                            Unix socket
+//   both check the user id of the other's process (SO_PEERCRED)
+//   Introduce    ------------------------------->    checks the token
+//                <-------------------------------    Introduce
+//   both read the other's nonce with process_vm_readv: "same host" means that this works
+//   Verdict      ------------------------------->    files the link
+//                <-------------------------------    Verdict
+//
+// Every wait is bounded by one deadline. What arrives is hostile until checked.
+#pragma once
+
+#include <functional>
+#include <string>
+
+#include "common/random.h"
+#include "common/socket_io.h"
+#include "engine/messages.h"
+#include "engine/peer_process.h"
+#include "engine/prober.h"
+
+namespace llmdd {
+
+// What one engine says of itself. Its address is the nonce's address: it does not move.
+struct Identity {
+  uint64_t cluster_id = 0;
+  bool remote_access = false;
+  HostFacts host = read_host_facts();
+  const Nonce nonce = random_nonce();
+
+  uint64_t nonce_addr() const { return reinterpret_cast<uint64_t>(nonce.data()); }
+};
+
+// A peer that has passed every check.
+struct Greeted {
+  uint64_t cluster_id = 0;
+  UniqueFd socket;
+  PeerProcess process;
+};
+
+struct DialTarget {
+  uint64_t cluster_id = 0;
+  std::string ip;
+  uint16_t port = 0;
+};
+
+// `confirm` is called before the message that makes the peer take the link, and throws to stop.
+// Throws Error: kParamInvalid for another transfer mode, kAlreadyLink, else kLinkFailed.
+Greeted greet_listener(const Identity& self, const Prober& prober, const DialTarget& target,
+                       const WaitLimit& limit, const std::function<void()>& confirm);
+
+// Serves one accepted TCP connection. `file` puts the link into the table, with the final Verdict
+// as its first message, or throws Error to refuse it, which the peer is told. `claimed_cluster_id`
+// is set as soon as the peer has named itself.
+void greet_dialer(const Identity& self, const Prober& prober, UniqueFd tcp, int stop_fd,
+                  uint64_t& claimed_cluster_id, const std::function<void(Greeted)>& file);
+
+}  // namespace llmdd

@@ -1,0 +1,236 @@
+#include "engine/host_engine.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <thread>
+
+#include "common/log.h"
+
+namespace llmdd {
+namespace {
+
+constexpr size_t kParallelDials = 16;
+constexpr size_t kMaxLinkErrors = 1024;
+
+// What link_clusters reports: details are in the sentence.
+Status link_status(Status status) {
+  bool exact = status == Status::kParamInvalid || status == Status::kAlreadyLink;
+  return exact ? status : Status::kLinkFailed;
+}
+
+}  // namespace
+
+class HostEngine::Call {
+ public:
+  explicit Call(const HostEngine& engine) : engine_(engine) {
+    if (engine.foreign()) {
+      throw Error(Status::kFailed,
+                  "this process was forked after init; start it with spawn, or call init in it");
+    }
+    std::lock_guard lock(engine.mutex_);
+    if (engine.finalized_) throw Error(Status::kFailed, "the engine is finalized");
+    ++engine.active_calls_;
+  }
+  Call(const Call&) = delete;
+  Call& operator=(const Call&) = delete;
+  ~Call() {
+    std::lock_guard lock(engine_.mutex_);
+    if (--engine_.active_calls_ == 0) engine_.idle_.notify_all();
+  }
+
+ private:
+  const HostEngine& engine_;
+};
+
+HostEngine::HostEngine(const EngineOptions& options)
+    : options_(options),
+      owner_pid_(::getpid()),
+      identity_{options.cluster_id, options.remote_access},
+      links_(options.cluster_id),
+      service_(caches_, links_, options.remote_access),
+      transfers_(options_, caches_, links_) {
+  if (!options.listen_ip.empty()) {
+    acceptor_ = std::make_unique<Acceptor>(options.listen_ip, options.listen_port, stop_,
+                                           [this](UniqueFd tcp) { greet(std::move(tcp)); });
+  }
+  allow_readers();
+}
+
+HostEngine::~HostEngine() { finalize(); }
+
+bool HostEngine::foreign() const { return ::getpid() != owner_pid_; }
+
+void HostEngine::finalize() {
+  {
+    std::lock_guard lock(mutex_);
+    if (finalized_) return;
+    finalized_ = true;
+  }
+  stop_.set();
+  acceptor_.reset();
+  links_.close_all("the engine was finalized");
+  std::unique_lock lock(mutex_);
+  idle_.wait(lock, [this] { return active_calls_ == 0; });
+  lock.unlock();
+  links_.close_all("the engine was finalized");  // what a dial in progress has added
+  forbid_readers();
+}
+
+uint16_t HostEngine::listen_port() const {
+  Call call(*this);
+  return acceptor_ ? acceptor_->port() : 0;
+}
+
+int64_t HostEngine::register_cache(const CacheSpec& spec, const std::vector<RowKey>& keys) {
+  Call call(*this);
+  return caches_.add(spec, keys, std::nullopt);
+}
+
+int64_t HostEngine::register_blocks_cache(const CacheSpec& spec, std::optional<uint64_t> model_id) {
+  Call call(*this);
+  return caches_.add(spec, {}, model_id);
+}
+
+void HostEngine::unregister_cache(int64_t cache_id) {
+  Call call(*this);
+  caches_.remove(cache_id);
+}
+
+void HostEngine::greet(UniqueFd tcp) {
+  uint64_t cluster_id = 0;
+  try {
+    greet_dialer(identity_, prober_, std::move(tcp), stop_.fd(), cluster_id,
+                 [this](Greeted greeted) { file(std::move(greeted)); });
+  } catch (const std::exception& error) {
+    note_link_error(cluster_id, error.what());
+  }
+}
+
+void HostEngine::file(Greeted greeted) {
+  links_.reap();
+  auto link = std::make_shared<Link>(greeted.cluster_id, std::move(greeted.socket),
+                                     std::move(greeted.process), service_,
+                                     encode_frame(MessageType::kVerdict, 0, Outcome{}.encode()));
+  links_.accept(link);
+  link->start();
+  note_linked(greeted.cluster_id, "linked by the peer");
+}
+
+void HostEngine::dial_checked(const DialTarget& target, const WaitLimit& limit) {
+  if (target.cluster_id == options_.cluster_id) {
+    throw Error(Status::kParamInvalid, "a process cannot link to itself");
+  }
+  LinkReservation reservation(links_, target.cluster_id);
+  Greeted greeted =
+      greet_listener(identity_, prober_, target, limit, [&reservation] { reservation.confirm(); });
+  auto link = std::make_shared<Link>(greeted.cluster_id, std::move(greeted.socket),
+                                     std::move(greeted.process), service_);
+  reservation.commit(link);
+  link->start();
+}
+
+Status HostEngine::dial(const DialTarget& target, int64_t timeout_ms) {
+  try {
+    dial_checked(target, {Deadline::after_ms(timeout_ms), stop_.fd()});
+  } catch (const Error& error) {
+    note_link_error(target.cluster_id, "linking to " + target.ip + ":" +
+                                           std::to_string(target.port) + ": " + error.what());
+    return link_status(error.status());
+  }
+  note_linked(target.cluster_id, "linked");
+  return Status::kSuccess;
+}
+
+std::vector<Status> HostEngine::link(const std::vector<DialTarget>& targets, int64_t timeout_ms) {
+  Call call(*this);
+  links_.reap();
+  std::vector<Status> results(targets.size(), Status::kLinkFailed);
+  std::atomic<size_t> next{0};
+  auto work = [&] {
+    for (size_t i = next++; i < targets.size(); i = next++) {
+      results[i] = dial(targets[i], timeout_ms);
+    }
+  };
+  std::vector<std::thread> helpers;
+  for (size_t i = 1; i < std::min(targets.size(), kParallelDials); ++i) helpers.emplace_back(work);
+  work();
+  for (std::thread& helper : helpers) helper.join();
+  return results;
+}
+
+Status HostEngine::unlink_one(uint64_t cluster_id, int64_t timeout_ms, bool force) {
+  std::shared_ptr<Link> link = links_.find(cluster_id);
+  if (!link) return Status::kSuccess;
+  if (!force) {
+    try {
+      link->call(MessageType::kUnlink, {}, Deadline::after_ms(timeout_ms));
+    } catch (const Error& error) {
+      if (links_.find(cluster_id) != link) return Status::kSuccess;  // the peer was faster
+      note_link_error(cluster_id, std::string("unlinking: ") + error.what());
+      return Status::kUnlinkFailed;
+    }
+  }
+  link->forget("by this process");
+  if (links_.take(*link)) link->join();
+  return Status::kSuccess;
+}
+
+std::vector<Status> HostEngine::unlink(const std::vector<uint64_t>& cluster_ids, int64_t timeout_ms,
+                                       bool force) {
+  Call call(*this);
+  std::vector<Status> results;
+  for (uint64_t cluster_id : cluster_ids) {
+    results.push_back(unlink_one(cluster_id, timeout_ms, force));
+  }
+  links_.reap();
+  return results;
+}
+
+void HostEngine::note_linked(uint64_t cluster_id, const char* how) {
+  log(LogLevel::kInfo, "cluster " + std::to_string(cluster_id) + ": " + how);
+  std::lock_guard lock(mutex_);
+  link_errors_.erase(cluster_id);
+}
+
+void HostEngine::note_link_error(uint64_t cluster_id, const std::string& sentence) {
+  log(LogLevel::kWarning, "cluster " + std::to_string(cluster_id) + ": " + sentence);
+  std::lock_guard lock(mutex_);
+  if (link_errors_.size() >= kMaxLinkErrors) link_errors_.erase(link_errors_.begin());
+  link_errors_[cluster_id] = sentence;
+}
+
+std::string HostEngine::last_link_error(uint64_t cluster_id) const {
+  Call call(*this);
+  std::lock_guard lock(mutex_);
+  auto found = link_errors_.find(cluster_id);
+  return found == link_errors_.end() ? "" : found->second;
+}
+
+void HostEngine::pull_cache(const Remote& src, int64_t dst_cache_id, uint64_t batch_index,
+                            int64_t size, const Layers& layers) {
+  Call call(*this);
+  transfers_.pull_cache(src, dst_cache_id, batch_index, size, layers);
+}
+
+void HostEngine::pull_blocks(const Remote& src, int64_t dst_cache_id,
+                             const std::vector<uint64_t>& src_blocks,
+                             const std::vector<uint64_t>& dst_blocks, const Layers& layers) {
+  Call call(*this);
+  transfers_.pull_blocks(src, dst_cache_id, src_blocks, dst_blocks, layers);
+}
+
+void HostEngine::push_cache(const Remote& dst, int64_t src_cache_id, uint64_t src_batch_index,
+                            const Layers& layers) {
+  Call call(*this);
+  transfers_.push_cache(dst, src_cache_id, src_batch_index, layers);
+}
+
+void HostEngine::push_blocks(const Remote& dst, int64_t src_cache_id,
+                             const std::vector<uint64_t>& src_blocks,
+                             const std::vector<uint64_t>& dst_blocks, const Layers& layers) {
+  Call call(*this);
+  transfers_.push_blocks(dst, src_cache_id, src_blocks, dst_blocks, layers);
+}
+
+}  // namespace llmdd

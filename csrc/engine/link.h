@@ -1,0 +1,109 @@
+// One link to one peer process: a Unix socket, the thread that serves it, and the calls in flight.
+//
+//   LINKED --fail()---> FAILED     the peer hung up, timed out or broke the protocol; stays until
+//   unlinked LINKED --forget()-> UNLINKED   one side asked for it
+//
+// The thread sleeps in poll(2) until the socket, the peer's pidfd or a wake-up says otherwise. API
+// threads send by themselves and wait for the thread to hand them their reply.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <thread>
+
+#include "common/clock.h"
+#include "common/signal_fd.h"
+#include "common/status.h"
+#include "common/unique_fd.h"
+#include "engine/peer_process.h"
+#include "engine/wire.h"
+
+namespace llmdd {
+
+class Link;
+
+// Answers the peer's requests, on the link's thread.
+class RequestHandler {
+ public:
+  virtual ~RequestHandler() = default;
+  // Answers with `link.reply`. WireError ends the link.
+  virtual void handle(Link& link, const Frame& request) = 0;
+};
+
+class Link {
+ public:
+  // `first_message` goes out before anything else, whoever sends first.
+  Link(uint64_t cluster_id, UniqueFd socket, PeerProcess peer, RequestHandler& handler,
+       Bytes first_message = {});
+  ~Link();
+  Link(const Link&) = delete;
+  Link& operator=(const Link&) = delete;
+
+  uint64_t cluster_id() const { return cluster_id_; }
+  pid_t peer_pid() const { return peer_.pid; }
+  bool peer_ended() const { return peer_.ended(); }
+
+  void start();
+
+  // Sends a request and returns its reply. Throws Error: the peer's own for kFailure, kTimeout at
+  // the deadline (the link fails then), kFailed when the link ends first.
+  Frame call(MessageType request, const Bytes& payload, const Deadline& deadline);
+  void reply(MessageType type, uint64_t call_id, const Bytes& payload);
+
+  // Throws Error(kFailed) with the reason unless the link is LINKED and the peer holds its end.
+  void check() const;
+  bool linked() const;
+  bool hung_up() const;
+  bool thread_done() const { return thread_done_; }
+
+  void fail(const std::string& reason);
+  void forget(const std::string& reason);
+  // Waits for the thread. Not called by the thread itself.
+  void join();
+
+ private:
+  enum class State { kLinked, kFailed, kUnlinked };
+  struct Pending {
+    std::optional<Frame> reply;
+  };
+
+  void run();
+  void step();
+  void receive();
+  void dispatch_frames();
+  void dispatch(Frame frame);
+  void deliver(Frame frame);
+  void send(const Bytes& frame);
+  void flush_locked();
+  bool wants_to_send() const;
+  bool end(State state, const std::string& reason);
+  void throw_if_ended_locked() const;
+
+  const uint64_t cluster_id_;
+  const UniqueFd socket_;
+  const PeerProcess peer_;
+  RequestHandler& handler_;
+  const SignalFd wake_;
+  std::mutex thread_mutex_;  // a link may be unlinked before its thread has started
+  std::thread thread_;
+  std::atomic<bool> thread_done_{false};
+
+  mutable std::mutex mutex_;
+  std::condition_variable changed_;
+  State state_ = State::kLinked;
+  std::string reason_;
+  uint64_t next_call_id_ = 1;
+  std::map<uint64_t, std::shared_ptr<Pending>> pending_;
+
+  mutable std::mutex send_mutex_;
+  Bytes outgoing_;
+  Bytes incoming_;  // link thread only
+};
+
+}  // namespace llmdd

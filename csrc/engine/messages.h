@@ -1,0 +1,114 @@
+// What the frames of wire.h carry. Every field is checked when decoded; ranges that depend on a
+// cache are checked by the service that uses them.
+#pragma once
+
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "common/random.h"
+#include "common/status.h"
+#include "engine/wire.h"
+#include "model/block_runs.h"
+#include "model/cache_key.h"
+#include "model/layer_range.h"
+
+namespace llmdd {
+
+// Facts that only help to say why two processes cannot read each other.
+struct HostFacts {
+  std::string boot_id;  // of the running kernel: differs between hosts
+  uint64_t pid_namespace = 0;
+  uint32_t pid = 0;  // as its own namespace numbers it
+};
+
+HostFacts read_host_facts();
+
+struct Hello {
+  uint64_t cluster_id = 0;
+  uint64_t wanted_cluster_id = 0;
+  bool remote_access = false;
+  uint32_t timeout_ms = 0;  // the listening side gives up by then, too
+  HostFacts host;
+
+  Bytes encode() const;
+  static Hello decode(const Bytes& payload);
+};
+
+struct Welcome {
+  uint64_t cluster_id = 0;
+  bool remote_access = false;
+  HostFacts host;
+  std::string socket_path;
+  Nonce token{};  // the dialling side repeats it on the Unix socket
+
+  Bytes encode() const;
+  static Welcome decode(const Bytes& payload);
+};
+
+// Sent by both sides on the Unix socket: `nonce` lies at `nonce_addr` in the sender's memory, and
+// the receiver proves with it that it reads the memory of the process it talks to.
+struct Introduce {
+  Nonce token{};
+  Nonce nonce{};
+  uint64_t nonce_addr = 0;
+
+  Bytes encode() const;
+  static Introduce decode(const Bytes& payload);
+};
+
+// kReject, kVerdict and kFailure.
+struct Outcome {
+  Status status = Status::kSuccess;
+  std::string text;
+
+  // The status of something that went wrong, also when the peer claims success.
+  Status failure() const { return status == Status::kSuccess ? Status::kFailed : status; }
+  Bytes encode() const;
+  static Outcome decode(const Bytes& payload);
+};
+
+struct Resolve {
+  CacheRef ref;
+
+  Bytes encode() const;
+  static Resolve decode(const Bytes& payload);
+};
+
+struct Resolved {
+  int64_t cache_id = 0;
+  uint64_t row = 0;
+  uint64_t rows = 0;
+  uint64_t stride = 0;
+  bool is_blocks = false;
+  bool remote_accessible = false;
+  bool host_placed = false;
+  std::vector<uint64_t> tensor_addrs;
+
+  Bytes encode() const;
+  static Resolved decode(const Bytes& payload);
+};
+
+struct Finish {
+  int64_t cache_id = 0;
+
+  Bytes encode() const;
+  static Finish decode(const Bytes& payload);
+};
+
+// Rows (or blocks) of `stride` bytes go from the sender's tensors to those the receiver's own cache
+// table names for `target`. No destination address crosses the wire.
+struct Push {
+  CacheRef target;
+  uint64_t stride = 0;
+  uint32_t timeout_ms = 0;
+  std::optional<LayerRange> dst_layers;
+  uint32_t tensors_per_layer = 0;
+  std::vector<uint64_t> src_addrs;
+  std::vector<BlockRun> runs;
+
+  Bytes encode() const;
+  static Push decode(const Bytes& payload);
+};
+
+}  // namespace llmdd

@@ -1,0 +1,34 @@
+// Answers what peers ask, on the thread of the link they ask on.
+//
+// As the source of a pull it tells where a cache lies; as the destination of a push it checks the
+// request against this process's own cache table and copies by itself, so no peer ever writes here.
+#pragma once
+
+#include "engine/cache_table.h"
+#include "engine/link.h"
+#include "engine/link_table.h"
+#include "engine/messages.h"
+
+namespace llmdd {
+
+class Service : public RequestHandler {
+ public:
+  Service(CacheTable& caches, LinkTable& links, bool remote_access)
+      : caches_(caches), links_(links), remote_access_(remote_access) {}
+
+  void handle(Link& link, const Frame& request) override;
+
+ private:
+  void answer(Link& link, const Frame& request);
+  void resolve(Link& link, const Frame& request);
+  void finish(Link& link, const Frame& request);
+  void push(Link& link, const Frame& request);
+  void unlink(Link& link, const Frame& request);
+  void copy_pushed(Link& link, const Push& push);
+
+  CacheTable& caches_;
+  LinkTable& links_;
+  const bool remote_access_;
+};
+
+}  // namespace llmdd

@@ -1,0 +1,76 @@
+// The calling side of pulls and pushes, on the API caller's thread.
+//
+// A pull asks the peer where the cache lies (one message, so what is no longer registered is never
+// read), copies, and asks whether the cache was still registered. A push sends the peer the
+// addresses of the source; the peer copies and answers.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "common/clock.h"
+#include "engine/cache_table.h"
+#include "engine/copier.h"
+#include "engine/link_table.h"
+#include "engine/messages.h"
+
+namespace llmdd {
+
+struct EngineOptions {
+  uint64_t cluster_id = 0;
+  bool remote_access = false;
+  int64_t sync_kv_timeout_ms = 1000;
+  std::string listen_ip;  // empty: this process only dials
+  uint16_t listen_port = 0;
+};
+
+// Layer ranges of both sides; no range means all tensors.
+struct Layers {
+  std::optional<LayerRange> src;
+  std::optional<LayerRange> dst;
+  uint32_t tensors_per_layer = 2;
+};
+
+struct Remote {
+  uint64_t cluster_id = 0;
+  CacheRef ref;
+};
+
+class Transfers {
+ public:
+  Transfers(const EngineOptions& options, CacheTable& caches, LinkTable& links)
+      : options_(options), caches_(caches), links_(links) {}
+
+  // `size` bytes of the remote row into local row `batch_index`; -1 means the local row's size.
+  void pull_cache(const Remote& src, int64_t dst_cache_id, uint64_t batch_index, int64_t size,
+                  const Layers& layers);
+  // Blocks to blocks, or a contiguous row to blocks when `ref` is not of kind kBlocks.
+  void pull_blocks(const Remote& src, int64_t dst_cache_id, const std::vector<uint64_t>& src_blocks,
+                   const std::vector<uint64_t>& dst_blocks, const Layers& layers);
+  void push_cache(const Remote& dst, int64_t src_cache_id, uint64_t src_batch_index,
+                  const Layers& layers);
+  void push_blocks(const Remote& dst, int64_t src_cache_id, const std::vector<uint64_t>& src_blocks,
+                   const std::vector<uint64_t>& dst_blocks, const Layers& layers);
+
+ private:
+  CacheUse open_destination(const Remote& src, int64_t cache_id, const Layers& layers);
+  void check_own_cluster(uint64_t cluster_id) const;
+  Deadline deadline() const { return Deadline::after_ms(options_.sync_kv_timeout_ms); }
+
+  Resolved resolve(Link& link, const CacheRef& ref, const CacheLayout& local,
+                   const Deadline& deadline) const;
+  CopyPlan plan(const Resolved& remote, const CacheLayout& local, const Layers& layers,
+                std::vector<ByteRun> runs) const;
+  void copy(Link& link, const CacheUse& destination, const Resolved& remote, const CopyPlan& plan,
+            const Deadline& deadline) const;
+  void push(const Remote& dst, const CacheLayout& source, const Layers& layers,
+            std::vector<BlockRun> runs);
+
+  const EngineOptions& options_;
+  CacheTable& caches_;
+  LinkTable& links_;
+};
+
+}  // namespace llmdd

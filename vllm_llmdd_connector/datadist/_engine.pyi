@@ -1,0 +1,129 @@
+"""Types of the native module (csrc/bindings).
+
+Every call of ``HostEngine`` drops the GIL while it waits or copies. A layer range is (start, stop),
+or None for all tensors; a ref is (kind, id, model_id, row) with the kinds of
+csrc/model/cache_key.h.
+"""
+
+from array import array
+from collections.abc import Sequence
+from typing import TypeAlias
+
+_Range: TypeAlias = tuple[int, int] | None
+_Ref: TypeAlias = tuple[int, int, int, int]
+_Triple: TypeAlias = tuple[int, int, int]
+
+class EngineError(RuntimeError):
+    """A refused or failed call; args are the sentence and the LLMStatusCode value."""
+
+class HostEngine:
+    def __init__(
+        self,
+        cluster_id: int,
+        remote_access: bool,
+        sync_kv_timeout_ms: int,
+        listen_ip: str,
+        listen_port: int,
+    ) -> None: ...
+    def finalize(self) -> None: ...
+    @property
+    def listen_port(self) -> int: ...
+    def register_cache(
+        self,
+        shape: Sequence[int],
+        element_bytes: int,
+        remote_accessible: bool,
+        host_placed: bool,
+        addrs: Sequence[int],
+        keys: Sequence[_Triple],
+    ) -> int: ...
+    def register_blocks_cache(
+        self,
+        shape: Sequence[int],
+        element_bytes: int,
+        remote_accessible: bool,
+        host_placed: bool,
+        addrs: Sequence[int],
+        model_id: int | None,
+    ) -> int: ...
+    def unregister_cache(self, cache_id: int) -> None: ...
+    def link(self, targets: Sequence[tuple[int, str, int]], timeout_ms: int) -> list[int]: ...
+    def unlink(self, cluster_ids: Sequence[int], timeout_ms: int, force: bool) -> list[int]: ...
+    def last_link_error(self, cluster_id: int) -> str: ...
+    def pull_cache(
+        self,
+        cluster_id: int,
+        ref: _Ref,
+        dst_cache_id: int,
+        batch_index: int,
+        size: int,
+        src_layers: _Range,
+        dst_layers: _Range,
+        tensors_per_layer: int,
+    ) -> None: ...
+    def pull_blocks(
+        self,
+        cluster_id: int,
+        ref: _Ref,
+        dst_cache_id: int,
+        src_blocks: array[int],
+        dst_blocks: array[int],
+        src_layers: _Range,
+        dst_layers: _Range,
+        tensors_per_layer: int,
+    ) -> None: ...
+    def push_cache(
+        self,
+        cluster_id: int,
+        ref: _Ref,
+        src_cache_id: int,
+        src_batch_index: int,
+        src_layers: _Range,
+        dst_layers: _Range,
+        tensors_per_layer: int,
+    ) -> None: ...
+    def push_blocks(
+        self,
+        cluster_id: int,
+        ref: _Ref,
+        src_cache_id: int,
+        src_blocks: array[int],
+        dst_blocks: array[int],
+        src_layers: _Range,
+        dst_layers: _Range,
+        tensors_per_layer: int,
+    ) -> None: ...
+    def inject_probe_errno(self, error: int) -> None:
+        """Tests only: probes of new links fail with this errno; 0 ends that."""
+
+class testing:
+    """Pieces of the engine by themselves, for its own tests."""
+
+    WIRE_MAGIC: int
+    WIRE_VERSION: int
+    MAX_PAYLOAD: int
+    @staticmethod
+    def merge_blocks(src: Sequence[int], dst: Sequence[int]) -> list[_Triple]: ...
+    @staticmethod
+    def row_to_blocks(
+        row_offset: int, row_bytes: int, block_bytes: int, dst: Sequence[int]
+    ) -> list[_Triple]: ...
+    @staticmethod
+    def recode(message_type: int, payload: bytes) -> bytes: ...
+    @staticmethod
+    def decode_header(data: bytes, max_payload: int) -> tuple[int, int, int]: ...
+    @staticmethod
+    def probe_sentence(pid: int, error: int) -> str: ...
+
+    class CacheTable:
+        def __init__(self) -> None: ...
+        def add(
+            self,
+            shape: Sequence[int],
+            is_blocks: bool,
+            addrs: Sequence[int],
+            keys: Sequence[_Triple],
+            model_id: int | None,
+        ) -> int: ...
+        def remove(self, cache_id: int) -> None: ...
+        def find(self, kind: int, id: int, model_id: int, row: int) -> tuple[int, int]: ...

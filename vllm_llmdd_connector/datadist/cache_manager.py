@@ -1,0 +1,303 @@
+"""``CacheManager``: registration of memory, pulls and pushes (second generation of the API).
+
+Pulls and pushes block their caller, without the GIL, for at most ``sync_kv_timeout``. Memory stays
+the caller's: it must stay mapped until ``unregister_cache`` has returned.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from vllm_llmdd_connector.datadist import _engine
+from vllm_llmdd_connector.datadist.checks import (
+    block_array,
+    check,
+    check_elements,
+    check_int64,
+    check_range,
+    check_type,
+    check_uint32,
+    check_uint64,
+)
+from vllm_llmdd_connector.datadist.keys import (
+    INVALID_ID,
+    BlocksCacheKey,
+    CacheKey,
+    CacheKeyByIdAndIndex,
+)
+from vllm_llmdd_connector.datadist.status import engine_errors, fail
+from vllm_llmdd_connector.datadist.types import Cache, CacheDesc, Placement
+
+__all__ = ["CacheManager"]
+
+logger = logging.getLogger(__name__)
+
+AnyKey = CacheKey | CacheKeyByIdAndIndex | BlocksCacheKey
+_Range = tuple[int, int] | None
+_Ref = tuple[int, int, int, int]
+
+# KeyKind of csrc/model/cache_key.h.
+_BY_REQUEST, _BY_PREFIX, _BY_MODEL, _BY_ID = range(4)
+_MASK = 2**64 - 1
+_LAYER_OPTIONS = frozenset({"src_layer_range", "dst_layer_range", "tensor_num_per_layer"})
+
+
+class CacheManager:
+    """Made by ``LLMDataDist``; its methods raise ``LLMException`` once that is finalized."""
+
+    def __init__(self, engine: _engine.HostEngine, remote_access: bool) -> None:
+        self._engine = engine
+        self._remote_access = remote_access
+        self._closed = False
+
+    def close(self) -> None:
+        self._closed = True
+
+    def register_cache(
+        self,
+        cache_desc: CacheDesc,
+        addrs: list[int],
+        cache_keys: Sequence[CacheKey] = (),
+        remote_accessible: bool | None = None,
+    ) -> Cache:
+        """Register contiguous tensors at ``addrs``; key i names batch row i."""
+        self._require_open()
+        _check_memory(cache_desc, addrs, remote_accessible)
+        check_type("cache_keys", cache_keys, list, tuple)
+        check_elements("cache_keys", cache_keys, CacheKey)
+        check(
+            len(addrs) == cache_desc.num_tensors,
+            f"{len(addrs)} addresses for {cache_desc.num_tensors} tensors",
+        )
+        check(0 not in addrs, "an address is 0")
+        with engine_errors("register_cache"):
+            cache_id = self._engine.register_cache(
+                cache_desc.shape,
+                cache_desc.data_type.num_bytes,
+                _accessible(cache_desc, remote_accessible),
+                cache_desc.placement == Placement.HOST,
+                addrs,
+                [(key.req_id, key.prefix_id, key.model_id) for key in cache_keys],
+            )
+        return Cache(cache_id, cache_desc, list(addrs), False)
+
+    def register_blocks_cache(
+        self,
+        cache_desc: CacheDesc,
+        addrs: list[int],
+        blocks_cache_key: BlocksCacheKey | None = None,
+        remote_accessible: bool | None = None,
+    ) -> Cache:
+        """Register tensors whose first dimension counts blocks. A key's model_id names them; the
+        last registration of a model_id is the one that is found."""
+        self._require_open()
+        _check_memory(cache_desc, addrs, remote_accessible)
+        if blocks_cache_key is not None:
+            check_type("blocks_cache_key", blocks_cache_key, BlocksCacheKey)
+        with engine_errors("register_blocks_cache"):
+            if len(addrs) != cache_desc.num_tensors:
+                fail(f"{len(addrs)} addresses for {cache_desc.num_tensors} tensors")
+            cache_id = self._engine.register_blocks_cache(
+                cache_desc.shape,
+                cache_desc.data_type.num_bytes,
+                _accessible(cache_desc, remote_accessible),
+                cache_desc.placement == Placement.HOST,
+                addrs,
+                None if blocks_cache_key is None else blocks_cache_key.model_id & _MASK,
+            )
+        return Cache(cache_id, cache_desc, list(addrs), True)
+
+    def unregister_cache(self, cache_id: int) -> None:
+        """Forget a cache; an unknown id is no error. Afterwards the engine neither reads nor writes
+        its memory: copies into it are stopped, and peers find it no more."""
+        self._require_open()
+        check_int64("cache_id", cache_id)
+        with engine_errors("unregister_cache"):
+            self._engine.unregister_cache(cache_id)
+
+    def pull_cache(
+        self,
+        cache_key: CacheKey | CacheKeyByIdAndIndex,
+        cache: Cache,
+        batch_index: int = 0,
+        size: int = -1,
+        **kwargs: Any,
+    ) -> None:
+        """Copy a peer's row into row ``batch_index``; ``size`` -1 copies the local row's bytes.
+
+        Options: ``src_layer_range``, ``dst_layer_range``, ``tensor_num_per_layer=2``.
+        """
+        self._require_open()
+        if self._remote_access:
+            check_type("cache_key", cache_key, CacheKeyByIdAndIndex)
+        check_type("cache_key", cache_key, CacheKey, CacheKeyByIdAndIndex)
+        check_type("cache", cache, Cache)
+        check(not cache.is_blocks_cache, "pull_cache needs a contiguous cache, use pull_blocks")
+        check_uint32("batch_index", batch_index)
+        check_int64("size", size)
+        check(size == -1 or size > 0, f"size must be -1 or above 0, got {size}")
+        ref = _ref_of(cache_key)
+        layers = _layers(kwargs)
+        with engine_errors("pull_cache"):
+            self._engine.pull_cache(
+                cache_key.cluster_id, ref, cache.cache_id, batch_index, size, *layers
+            )
+
+    def pull_blocks(
+        self,
+        src_cache_key: AnyKey,
+        dst_cache: Cache,
+        src_blocks: Sequence[int] = (),
+        dst_blocks: Sequence[int] = (),
+        **kwargs: Any,
+    ) -> None:
+        """Copy a peer's blocks ``src_blocks[i]`` into ``dst_blocks[i]``.
+
+        With a ``CacheKey`` or ``CacheKeyByIdAndIndex`` the peer's row is cut into chunks of one
+        block; chunk i goes to ``dst_blocks[i]`` and ``src_blocks`` stays empty. Options as for
+        ``pull_cache``.
+        """
+        self._require_open()
+        check_type("src_cache_key", src_cache_key, CacheKey, CacheKeyByIdAndIndex, BlocksCacheKey)
+        check_type("dst_cache", dst_cache, Cache)
+        check(dst_cache.is_blocks_cache, "pull_blocks needs a blocks cache, use pull_cache")
+        src, dst = block_array("src_blocks", src_blocks), block_array("dst_blocks", dst_blocks)
+        check(len(dst) > 0, "dst_blocks is empty")
+        by_blocks = isinstance(src_cache_key, BlocksCacheKey)
+        check(by_blocks == (len(src) > 0), "src_blocks goes with a BlocksCacheKey only")
+        ref = _ref_of(src_cache_key)
+        layers = _layers(kwargs)
+        with engine_errors("pull_blocks"):
+            self._engine.pull_blocks(
+                src_cache_key.cluster_id & _MASK, ref, dst_cache.cache_id, src, dst, *layers
+            )
+
+    def push_cache(
+        self,
+        dst_cache_key: CacheKeyByIdAndIndex,
+        src_cache: Cache,
+        src_batch_index: int = 0,
+        src_layer_range: range | None = None,
+        dst_layer_range: range | None = None,
+        size: int = -1,
+        tensor_num_per_layer: int = 2,
+    ) -> None:
+        """Copy row ``src_batch_index`` into a peer's row. The peer checks and copies; this call
+        waits for its answer. Without ranges all layers of the source go to the same ones."""
+        self._require_push()
+        check_type("dst_cache_key", dst_cache_key, CacheKeyByIdAndIndex)
+        check_type("src_cache", src_cache, Cache)
+        check(not src_cache.is_blocks_cache, "push_cache needs a contiguous cache, use push_blocks")
+        check_uint32("src_batch_index", src_batch_index)
+        check_int64("size", size)
+        check(size == -1, f"size must be -1, got {size}")
+        layers = _push_layers(src_cache, src_layer_range, dst_layer_range, tensor_num_per_layer)
+        ref = _ref_of(dst_cache_key)
+        with engine_errors("push_cache"):
+            self._engine.push_cache(
+                dst_cache_key.cluster_id, ref, src_cache.cache_id, src_batch_index, *layers
+            )
+
+    def push_blocks(
+        self,
+        dst_cache_key: BlocksCacheKey,
+        src_cache: Cache,
+        src_blocks: Sequence[int] = (),
+        dst_blocks: Sequence[int] = (),
+        src_layer_range: range | None = None,
+        dst_layer_range: range | None = None,
+        tensor_num_per_layer: int = 2,
+    ) -> None:
+        """Copy ``src_blocks[i]`` into a peer's ``dst_blocks[i]``; see ``push_cache``."""
+        self._require_push()
+        check_type("dst_cache_key", dst_cache_key, BlocksCacheKey)
+        check_type("src_cache", src_cache, Cache)
+        check(src_cache.is_blocks_cache, "push_blocks needs a blocks cache, use push_cache")
+        src, dst = block_array("src_blocks", src_blocks), block_array("dst_blocks", dst_blocks)
+        check(len(dst) > 0, "dst_blocks is empty")
+        layers = _push_layers(src_cache, src_layer_range, dst_layer_range, tensor_num_per_layer)
+        ref = _ref_of(dst_cache_key)
+        with engine_errors("push_blocks"):
+            self._engine.push_blocks(
+                dst_cache_key.cluster_id & _MASK, ref, src_cache.cache_id, src, dst, *layers
+            )
+
+    @staticmethod
+    def check_cache_key(cache_key: CacheKey) -> None:
+        """Exactly one of req_id and prefix_id of a key used for a pull names something."""
+        check(
+            (cache_key.req_id == INVALID_ID) != (cache_key.prefix_id == INVALID_ID),
+            f"exactly one of req_id and prefix_id must be valid in {cache_key}",
+        )
+
+    def _require_open(self) -> None:
+        check(not self._closed, "the LLMDataDist of this CacheManager is finalized")
+
+    def _require_push(self) -> None:
+        self._require_open()
+        check(self._remote_access, "a push needs enable_remote_cache_accessible = True")
+
+
+def _check_memory(cache_desc: CacheDesc, addrs: list[int], remote_accessible: bool | None) -> None:
+    check_type("cache_desc", cache_desc, CacheDesc)
+    check_type("addrs", addrs, list)
+    for addr in addrs:
+        check_uint64("addrs inner", addr)
+    check(len(addrs) > 0, "addrs is empty")
+    if remote_accessible is not None:
+        check_type("remote_accessible", remote_accessible, bool)
+
+
+def _accessible(cache_desc: CacheDesc, remote_accessible: bool | None) -> bool:
+    if remote_accessible is None:
+        return cache_desc.placement == Placement.DEVICE
+    return remote_accessible
+
+
+def _ref_of(key: AnyKey) -> _Ref:
+    if isinstance(key, BlocksCacheKey):
+        return _BY_MODEL, 0, key.model_id & _MASK, 0
+    if isinstance(key, CacheKeyByIdAndIndex):
+        return _BY_ID, key.cache_id & _MASK, 0, key.batch_index
+    CacheManager.check_cache_key(key)
+    if key.prefix_id != INVALID_ID:
+        return _BY_PREFIX, key.prefix_id, key.model_id, 0
+    return _BY_REQUEST, key.req_id, key.model_id, 0
+
+
+def _layers(options: Mapping[str, Any]) -> tuple[_Range, _Range, int]:
+    for name in options.keys() - _LAYER_OPTIONS:
+        logger.warning("option %s of a pull is unknown and has no effect", name)
+    per_layer = options.get("tensor_num_per_layer", 2)
+    _check_per_layer(per_layer)
+    return (
+        check_range("src_layer_range", options.get("src_layer_range")),
+        check_range("dst_layer_range", options.get("dst_layer_range")),
+        per_layer,
+    )
+
+
+def _push_layers(
+    src_cache: Cache, src: range | None, dst: range | None, per_layer: int
+) -> tuple[_Range, _Range, int]:
+    _check_per_layer(per_layer)
+    num_tensors = src_cache.cache_desc.num_tensors
+    check(
+        num_tensors % per_layer == 0,
+        f"tensor_num_per_layer {per_layer} does not divide {num_tensors} tensors",
+    )
+    every = range(num_tensors // per_layer)
+    src, dst = every if src is None else src, every if dst is None else dst
+    src_layers, dst_layers = (
+        check_range("src_layer_range", src),
+        check_range("dst_layer_range", dst),
+    )
+    check(len(src) == len(dst), f"layer ranges differ in length: {len(src)} and {len(dst)}")
+    return src_layers, dst_layers, per_layer
+
+
+def _check_per_layer(tensor_num_per_layer: int) -> None:
+    check_uint32("tensor_num_per_layer", tensor_num_per_layer)
+    check(tensor_num_per_layer > 0, "tensor_num_per_layer must be above 0")

@@ -1,0 +1,231 @@
+"""``LLMDataDist``: the life cycle of the engine in this process, and its links.
+
+Every method may be called from any thread, except ``finalize``, which ends the calls of the others.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import os
+import threading
+from collections.abc import Sequence
+from typing import ClassVar, NoReturn
+
+from vllm_llmdd_connector.datadist import _engine
+from vllm_llmdd_connector.datadist.cache_manager import CacheManager
+from vllm_llmdd_connector.datadist.checks import (
+    check,
+    check_elements,
+    check_int32,
+    check_type,
+    check_uint64,
+)
+from vllm_llmdd_connector.datadist.cluster_info import LLMClusterInfo, ip_text
+from vllm_llmdd_connector.datadist.settings import EngineSettings, read_settings
+from vllm_llmdd_connector.datadist.status import (
+    LLMException,
+    LLMStatusCode,
+    engine_errors,
+    fail,
+    status_of,
+)
+from vllm_llmdd_connector.datadist.types import LLMRole
+
+__all__ = ["LLMDataDist"]
+
+logger = logging.getLogger(__name__)
+
+_LinkResult = tuple[LLMStatusCode, list[LLMStatusCode]]
+
+
+class _Running:
+    """What exists between ``init`` and ``finalize``."""
+
+    def __init__(self, cluster_id: int, settings: EngineSettings) -> None:
+        self.settings = settings
+        self.owner_pid = os.getpid()
+        with engine_errors("init"):
+            self.engine = _engine.HostEngine(
+                cluster_id,
+                settings.remote_access,
+                settings.sync_kv_timeout_ms,
+                settings.listen_ip,
+                settings.listen_port,
+            )
+        self.cache_manager = CacheManager(self.engine, settings.remote_access)
+
+
+class LLMDataDist:
+    """One cluster of LLM-DataDist. At most one instance per process is initialised at a time."""
+
+    llm_engine_instance: ClassVar[LLMDataDist | None] = None
+    _lock: ClassVar[threading.RLock] = threading.RLock()
+
+    def __init__(self, role: LLMRole, cluster_id: int) -> None:
+        check_type("role", role, LLMRole)
+        check_uint64("cluster_id", cluster_id)
+        self._role = role
+        self._cluster_id = cluster_id
+        self._running: _Running | None = None
+
+    def init(self, options: dict[str, str]) -> None:
+        """Start the engine. Without effect if this instance runs already.
+
+        Raises ``LLM_FAILED`` if another instance of this process runs, or if the address of
+        ``llm.listenIpInfo`` cannot be used.
+        """
+        with LLMDataDist._lock:
+            if self._running is not None and self._running.owner_pid == os.getpid():
+                return
+            _abandon_foreign()
+            if LLMDataDist.llm_engine_instance is not None:
+                fail(
+                    "another LLMDataDist of this process is initialised; finalize it first",
+                    LLMStatusCode.LLM_FAILED,
+                )
+            self._running = _Running(self._cluster_id, read_settings(options))
+            LLMDataDist.llm_engine_instance = self
+
+    def finalize(self) -> None:
+        """End all links and free everything. Without effect if not initialised."""
+        with LLMDataDist._lock:
+            running, self._running = self._running, None
+            if LLMDataDist.llm_engine_instance is self:
+                LLMDataDist.llm_engine_instance = None
+        if running is not None:
+            running.cache_manager.close()
+            running.engine.finalize()
+
+    @property
+    def cluster_id(self) -> int:
+        return self._cluster_id
+
+    @property
+    def cache_manager(self) -> CacheManager:
+        return self._require().cache_manager
+
+    @property
+    def kv_cache_manager(self) -> NoReturn:
+        """First generation only, so never with this engine."""
+        self._require()
+        fail("kv_cache_manager belongs to enable_cache_manager = False; use cache_manager")
+
+    @property
+    def listen_port(self) -> int:
+        """The port this process listens on, 0 if it does not. An extension of the vendor's API.
+
+        It tells the port that was picked when ``listen_ip_info`` named port 0.
+        """
+        with engine_errors("listen_port"):
+            return self._require().engine.listen_port
+
+    def link_clusters(self, clusters: Sequence[LLMClusterInfo], timeout: int = 3000) -> _LinkResult:
+        """Link to peers that listen; ``timeout`` in ms bounds the whole handshake with each.
+
+        Returns the overall status (the last one that is not a success) and one status per
+        cluster, in order. A failed link is not raised; ``last_link_error`` says why.
+        """
+        running = self._require()
+        _check_link_arguments(clusters, timeout)
+        if not clusters:
+            return LLMStatusCode.LLM_PARAM_INVALID, []
+        for cluster in clusters:
+            check_uint64("remote_cluster_id", cluster.remote_cluster_id)
+            if running.settings.needs_local_ip:
+                check(bool(cluster.local_ip_info_list), "local_ip_info_list is empty")
+        targets = [_target(cluster) for cluster in clusters if _dialable(cluster)]
+        with engine_errors("link_clusters"):
+            codes = running.engine.link(targets, timeout)
+        answers = iter(codes)
+        return _overall(
+            [
+                status_of(next(answers)) if _dialable(cluster) else LLMStatusCode.LLM_PARAM_INVALID
+                for cluster in clusters
+            ]
+        )
+
+    def unlink_clusters(
+        self, clusters: Sequence[LLMClusterInfo], timeout: int = 3000, force: bool = False
+    ) -> _LinkResult:
+        """Drop links. Without ``force`` the peer is told and drops its end, too.
+
+        ``force`` only drops the local end: for a peer that is dead, stopped or timed out.
+        """
+        running = self._require()
+        _check_link_arguments(clusters, timeout)
+        check_type("force", force, bool)
+        if not clusters:
+            return LLMStatusCode.LLM_PARAM_INVALID, []
+        ids = [_remote_id(cluster) for cluster in clusters]
+        with engine_errors("unlink_clusters"):
+            codes = running.engine.unlink(ids, timeout, force)
+        return _overall([status_of(code) for code in codes])
+
+    def last_link_error(self, cluster_id: int) -> str:
+        """Why the last attempt to link or unlink with this cluster failed, as one sentence.
+
+        Empty if it did not fail. Also tells of attempts that the peer made. An extension of the
+        vendor's API, whose status codes cannot say what to do next.
+        """
+        check_uint64("cluster_id", cluster_id)
+        with engine_errors("last_link_error"):
+            return self._require().engine.last_link_error(cluster_id)
+
+    def check_link_status(self, remote_cluster_id: int) -> NoReturn:
+        """First generation only, so never with this engine."""
+        self._require()
+        check_uint64("remote_cluster_id", remote_cluster_id)
+        fail("check_link_status belongs to enable_cache_manager = False")
+
+    def _require(self) -> _Running:
+        running = self._running
+        if running is None:
+            raise RuntimeError("llm datadist is not initialized")
+        return running
+
+
+def _check_link_arguments(clusters: Sequence[LLMClusterInfo], timeout: int) -> None:
+    check_type("clusters", clusters, list, tuple)
+    check_elements("clusters", clusters, LLMClusterInfo)
+    check_int32("timeout", timeout)
+    check(timeout > 0, f"timeout must be above 0 ms, got {timeout}")
+
+
+def _remote_id(cluster: LLMClusterInfo) -> int:
+    check_uint64("remote_cluster_id", cluster.remote_cluster_id)
+    assert cluster.remote_cluster_id is not None
+    return cluster.remote_cluster_id
+
+
+def _dialable(cluster: LLMClusterInfo) -> bool:
+    return len(cluster.remote_ip_info_list) == 1
+
+
+def _target(cluster: LLMClusterInfo) -> tuple[int, str, int]:
+    ip, port = cluster.remote_ip_info_list[0]
+    return _remote_id(cluster), ip_text(ip), port
+
+
+def _overall(statuses: list[LLMStatusCode]) -> _LinkResult:
+    failures = [status for status in statuses if status != LLMStatusCode.LLM_SUCCESS]
+    return (failures[-1] if failures else LLMStatusCode.LLM_SUCCESS), statuses
+
+
+def _abandon_foreign() -> None:
+    """In a forked child: forget the parent's instance, whose threads do not exist here."""
+    instance = LLMDataDist.llm_engine_instance
+    if instance is None or instance._running is None:
+        return
+    if instance._running.owner_pid != os.getpid():
+        instance._running = None
+        LLMDataDist.llm_engine_instance = None
+
+
+@atexit.register
+def _finalize_at_exit() -> None:
+    instance = LLMDataDist.llm_engine_instance
+    if instance is not None:
+        with contextlib.suppress(LLMException):
+            instance.finalize()
