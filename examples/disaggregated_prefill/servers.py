@@ -1,8 +1,10 @@
-"""Start and stop `vllm serve` processes on this machine, for the demo, tests and benchmarks.
+"""Start and stop vLLM servers and the proxy on this machine, for the demo, tests and benchmarks.
 
     with Servers(log_dir) as servers:
-        servers.start(ServerSpec("prefill", model, kv_transfer_config={...}))
-        servers.start(ServerSpec("decode", model, kv_transfer_config={...}))
+        prefill = servers.start(ServerSpec("prefill", model, kv_transfer_config={...}))
+        decode = servers.start(ServerSpec("decode", model, kv_transfer_config={...}))
+        servers.wait_ready()
+        proxy = servers.start(ProxySpec("proxy", [prefill.url], [decode.url]))
         servers.wait_ready()
         ...
 
@@ -23,7 +25,6 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -55,7 +56,7 @@ class ServerError(Exception):
 
 @dataclass(frozen=True)
 class ServerSpec:
-    """What to start. `name` is the log's file name; port 0 takes a free one."""
+    """A `vllm serve`. `name` is also the log's file name; port 0 takes a free one."""
 
     name: str
     model: Path
@@ -64,32 +65,54 @@ class ServerSpec:
     arguments: Sequence[str] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
 
+    def command(self, port: int) -> list[str]:
+        vllm = str(Path(sys.executable).with_name("vllm"))
+        words = [vllm, "serve", str(self.model), "--host", "127.0.0.1", "--port", str(port)]
+        words += ["--dtype", "bfloat16", "--enforce-eager"]
+        if self.kv_transfer_config is not None:
+            words += ["--kv-transfer-config", json.dumps(dict(self.kv_transfer_config))]
+        return [*words, *self.arguments]
+
+
+@dataclass(frozen=True)
+class ProxySpec:
+    """The example proxy in front of servers that run already."""
+
+    name: str
+    prefill: Sequence[str]
+    decode: Sequence[str]
+    port: int = 0
+    arguments: Sequence[str] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    def command(self, port: int) -> list[str]:
+        words = [sys.executable, str(Path(__file__).with_name("proxy.py")), "--port", str(port)]
+        words += [word for url in self.prefill for word in ("--prefill", url)]
+        words += [word for url in self.decode for word in ("--decode", url)]
+        return [*words, *self.arguments]
+
+
+Spec = ServerSpec | ProxySpec
+
 
 class Server:
-    """One running `vllm serve`."""
+    """One running server."""
 
-    def __init__(self, spec: ServerSpec, log_dir: Path) -> None:
+    def __init__(self, spec: Spec, log_dir: Path) -> None:
         self.spec = spec
         self.port = spec.port or free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = log_dir / f"{spec.name}.log"
+        self.ready = False
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
-                self._command(),
+                spec.command(self.port),
                 env={**os.environ, **CPU_ENVIRONMENT, **spec.environment},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-
-    def _command(self) -> list[str]:
-        vllm = str(Path(sys.executable).with_name("vllm"))
-        words = [vllm, "serve", str(self.spec.model), "--port", str(self.port)]
-        words += ["--host", "127.0.0.1", "--dtype", "bfloat16", "--enforce-eager"]
-        if self.spec.kv_transfer_config is not None:
-            words += ["--kv-transfer-config", json.dumps(dict(self.spec.kv_transfer_config))]
-        return [*words, *self.spec.arguments]
 
     def is_ready(self) -> bool:
         """Whether /health answers; raises ServerError when the process has ended."""
@@ -99,7 +122,7 @@ class Server:
         try:
             with urllib.request.urlopen(f"{self.url}/health", timeout=2) as answer:
                 return bool(answer.status == 200)
-        except (urllib.error.URLError, OSError):
+        except OSError:
             return False
 
     def tail(self, lines: int = _TAIL_LINES) -> str:
@@ -136,8 +159,8 @@ class Servers:
     ) -> None:
         self.stop()
 
-    def start(self, spec: ServerSpec) -> Server:
-        """Start a server and return at once; several load side by side."""
+    def start(self, spec: Spec) -> Server:
+        """Start a server and return at once, so that several load side by side."""
         server = Server(spec, self._log_dir)
         self.running.append(server)
         self._report(f"{spec.name}: starting at {server.url}, log in {server.log}")
@@ -146,23 +169,25 @@ class Servers:
     def wait_ready(self, timeout_s: float = 240.0) -> None:
         """Wait for all servers; raise ServerError when one ends or the time is over."""
         start = time.monotonic()
-        next_report = start + _REPORT_S
-        waiting = list(self.running)
-        while waiting:
-            for server in [server for server in waiting if server.is_ready()]:
-                self._report(f"{server.spec.name}: ready after {time.monotonic() - start:.0f} s")
-                waiting.remove(server)
-            now = time.monotonic()
-            if waiting and now - start > timeout_s:
-                slow = waiting[0]
+        next_report = _REPORT_S
+        waiting = [server for server in self.running if not server.ready]
+        while waiting := [server for server in waiting if not self._note_ready(server, start)]:
+            passed = time.monotonic() - start
+            names = ", ".join(server.spec.name for server in waiting)
+            if passed > timeout_s:
                 raise ServerError(
-                    f"server {slow.spec.name} was not ready after {timeout_s:.0f} s. {slow.tail()}"
+                    f"not ready after {timeout_s:.0f} s: {names}. {waiting[0].tail()}"
                 )
-            if waiting and now > next_report:
-                names = ", ".join(server.spec.name for server in waiting)
-                self._report(f"{names}: loading, {now - start:.0f} s")
-                next_report = now + _REPORT_S
+            if passed > next_report:
+                self._report(f"{names}: loading, {passed:.0f} s")
+                next_report += _REPORT_S
             time.sleep(_POLL_S)
+
+    def _note_ready(self, server: Server, start: float) -> bool:
+        server.ready = server.is_ready()
+        if server.ready:
+            self._report(f"{server.spec.name}: ready after {time.monotonic() - start:.0f} s")
+        return server.ready
 
     def stop(self, grace_s: float = 15.0) -> None:
         """Stop every server and wait until none of its processes is left."""
