@@ -19,7 +19,7 @@ from vllm_llmdd_connector.control.messages import (
     encode,
 )
 from vllm_llmdd_connector.control.ports import describe_holder
-from vllm_llmdd_connector.errors import ConfigError, RemoteProtocolError
+from vllm_llmdd_connector.errors import ConfigError, LinkError, RemoteProtocolError
 from vllm_llmdd_connector.log import get_logger
 
 logger = get_logger(__name__)
@@ -180,15 +180,18 @@ class Dialer:
     """One DEALER connection to a ``Server``, for use by one thread.
 
     ``fileno``-style polling: register ``socket`` and ``monitor`` in a poller, then call ``receive``
-    and
-    ``was_lost``.
+    and ``was_lost``. What cannot even be an address raises ``LinkError`` at construction.
     """
 
     def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", host: str, port: int) -> None:
         self.address = (host, port)
         self.socket = _bounded(context.socket(zmq.DEALER), host)
         self.monitor = self.socket.get_monitor_socket(_LOST_EVENTS)
-        self.socket.connect(tcp_url(host, port))
+        try:
+            self.socket.connect(tcp_url(host, port))
+        except zmq.ZMQError as error:
+            self.close()
+            raise LinkError(f"cannot dial {host}:{port}: {error}") from None
 
     def send(self, messages: Sequence[Message]) -> None:
         """Queue messages; what cannot be queued is dropped, the sender has a deadline."""

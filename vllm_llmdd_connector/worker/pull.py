@@ -10,6 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -79,6 +80,9 @@ class PeerThread:
         self._on_end = on_end
         self._queue: deque[_Pull] = deque()
         self._awaiting: dict[int, _Pull] = {}
+        # Every job that is not reported yet, by request id: whatever ends the thread, these are
+        # failed.
+        self._unreported: dict[str, _Pull] = {}
         self._wake = Wake()
         self._lock = threading.Lock()
         self._stopping = False
@@ -87,6 +91,9 @@ class PeerThread:
         self._thread = threading.Thread(
             target=self._run, name=f"llmdd-peer-{endpoint.cluster_id:x}", daemon=True
         )
+
+    def start(self) -> None:
+        """Begin to serve. A job queued before this is never lost to a peer that is already gone."""
         self._thread.start()
 
     def submit(self, job: PullJob) -> bool:
@@ -95,29 +102,33 @@ class PeerThread:
         with self._lock:
             if self._ended:
                 return False
-            self._queue.append(_Pull(job, now_s, now_s + job.timeout_s))
+            pull = _Pull(job, now_s, now_s + job.timeout_s)
+            self._unreported[job.request_id] = pull
+            self._queue.append(pull)
             self._wake.set()
         return True
 
     def close(self) -> None:
         """End the thread after the copy it is in; unfinished jobs are reported as failed."""
         with self._lock:
-            if self._ended:
-                return
-            self._stopping = True
-            self._wake.set()
+            if not self._ended:
+                self._stopping = True
+                self._wake.set()
         self._thread.join()
 
     def _run(self) -> None:
-        dialer = Dialer(self._context.zmq_context, self.endpoint.host, self.endpoint.control_port)
         try:
-            reason = self._serve(dialer)
+            with closing(self._dial()) as dialer:
+                reason = self._serve(dialer)
+        except LinkError as error:
+            reason = str(error)
         except Exception as error:
             logger.exception("peer %x: the pull thread failed", self.endpoint.cluster_id)
             reason = f"internal error: {error}"
-        finally:
-            dialer.close()
         self._end(reason)
+
+    def _dial(self) -> Dialer:
+        return Dialer(self._context.zmq_context, self.endpoint.host, self.endpoint.control_port)
 
     def _serve(self, dialer: Dialer) -> str:
         """Until the peer is lost or the worker stops; returns why."""
@@ -278,6 +289,7 @@ class PeerThread:
                 )
         context.stats.observe("recv_seconds", now_s - pull.started_s)
         context.stats.count("recv_requests")
+        self._unreported.pop(job.request_id, None)
         context.completions.succeed(job.request_id)
 
     def _check_acks(self, dialer: Dialer) -> None:
@@ -293,6 +305,7 @@ class PeerThread:
 
     def _fail(self, pull: _Pull, stage: str, reason: str) -> None:
         job = pull.job
+        self._unreported.pop(job.request_id, None)
         if not self._context.completions.is_cancelled(job.request_id):
             self._context.stats.count_failure(stage)
             logger.error(
@@ -310,7 +323,7 @@ class PeerThread:
         with self._lock:
             self._ended = True
         self._unlink()
-        for pull in [*self._awaiting.values(), *self._take_queue()]:
+        for pull in list(self._unreported.values()):
             stage = "release" if pull.released_s else "link"
             self._fail(pull, stage, reason)
         self._wake.close()

@@ -194,6 +194,7 @@ class WorkerConnector:
             peer = PeerThread(self._pull_context, endpoint, self._on_peer_end)
             self._peers[endpoint.cluster_id] = peer
             peer.submit(job)
+            peer.start()
 
     def _on_peer_end(self, peer: PeerThread) -> None:
         """Peer's thread: forget it unless a newer one has taken its place."""

@@ -1,0 +1,101 @@
+"""The two ends that a ``PeerThread`` talks to: its engine, and P's release channel."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+
+import zmq
+
+from fakes.clock import PATIENCE_S
+from vllm_llmdd_connector.control.messages import (
+    Release,
+    ReleaseAck,
+    WorkerEndpoint,
+    decode,
+    encode,
+)
+from vllm_llmdd_connector.layout.kv_layout import CachePlan
+
+
+class FakePullEngine:
+    """Records calls; the lists of errors are raised one by one before calls succeed."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.link_errors: list[Exception] = []
+        self.pull_errors: list[Exception] = []
+        self.pull_gate: threading.Event | None = None
+        self.pull_started = threading.Event()
+        self.on_pull: Callable[[], None] = lambda: None
+
+    def link(self, endpoint: WorkerEndpoint) -> None:
+        self.calls.append("link")
+        if self.link_errors:
+            raise self.link_errors.pop(0)
+
+    def unlink(self, endpoint: WorkerEndpoint) -> None:
+        self.calls.append("unlink")
+
+    def pull(
+        self, peer_cluster_id: int, plan: CachePlan, src_blocks: list[int], dst_blocks: list[int]
+    ) -> None:
+        self.calls.append(f"pull {plan.model_id} {src_blocks}->{dst_blocks}")
+        self.pull_started.set()
+        if self.pull_gate is not None:
+            self.pull_gate.wait(PATIENCE_S)
+        self.on_pull()
+        if self.pull_errors:
+            raise self.pull_errors.pop(0)
+
+    def names(self) -> list[str]:
+        """The calls without their arguments."""
+        return [call.split()[0] for call in self.calls]
+
+
+class ReleasePeer:
+    """P's release channel: a real ROUTER that answers only when the test tells it to."""
+
+    def __init__(self, cluster_id: int = 0xA) -> None:
+        self.cluster_id = cluster_id
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self.port = self._socket.bind_to_random_port("tcp://127.0.0.1")
+        self._senders: dict[int, bytes] = {}
+
+    @property
+    def endpoint(self) -> WorkerEndpoint:
+        return WorkerEndpoint(
+            cluster_id=self.cluster_id, host="127.0.0.1", engine_port=1, control_port=self.port
+        )
+
+    def next_release(self) -> Release:
+        """Wait for the next Release."""
+        assert self._socket.poll(int(PATIENCE_S * 1000)), "no Release arrived"
+        sender, frame = self._socket.recv_multipart()
+        message = decode(frame)
+        assert isinstance(message, Release)
+        self._senders[message.claim_id] = sender
+        return message
+
+    def releases_by_claim(self, claim_ids: Iterable[int]) -> dict[int, Release]:
+        """Wait until every one of these claims has been released at least once."""
+        wanted, seen = set(claim_ids), dict[int, Release]()
+        while not wanted <= seen.keys():
+            release = self.next_release()
+            seen[release.claim_id] = release
+        return seen
+
+    def ack(self, release: Release, valid: bool = True) -> None:
+        answer = ReleaseAck(claim_id=release.claim_id, production=release.production, valid=valid)
+        self.send(release.claim_id, encode(answer))
+
+    def send(self, claim_id: int, frame: bytes) -> None:
+        """Any bytes to whoever released this claim."""
+        self._socket.send_multipart([self._senders[claim_id], frame])
+
+    def close(self) -> None:
+        """Also what D sees when P's process dies; idempotent."""
+        self._socket.close()
+        self._context.term()

@@ -1,0 +1,412 @@
+"""``PeerThread`` with a fake engine and a real release channel: each job has exactly one report."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import zmq
+from fakes.clock import wait_for
+from fakes.pull_peer import FakePullEngine, ReleasePeer
+
+from vllm_llmdd_connector.config import ConnectorConfig
+from vllm_llmdd_connector.control.messages import Release, WorkerEndpoint
+from vllm_llmdd_connector.errors import LinkError, TransferError, TransferTimeout
+from vllm_llmdd_connector.layout.kv_layout import CachePlan, Region
+from vllm_llmdd_connector.metadata import PullJob
+from vllm_llmdd_connector.metrics import TransferStats
+from vllm_llmdd_connector.scheduler.block_map import GroupBlocks
+from vllm_llmdd_connector.worker import pull as pull_module
+from vllm_llmdd_connector.worker.completion import Completions
+from vllm_llmdd_connector.worker.pull import PeerThread, PullContext
+
+PLANS = [
+    CachePlan(0, 0, 100, 1024, (Region("a", 0, 1024), Region("b", 0, 1024))),
+    CachePlan(1, 1, 100, 256, (Region("c", 0, 256),)),
+]
+
+
+class Puller:
+    """One ``PeerThread`` and everything around it; keeps a tally of all reports."""
+
+    def __init__(self, peer: ReleasePeer, **options: float) -> None:
+        self.peer = peer
+        self.engine = FakePullEngine()
+        self.completions = Completions()
+        self.stats = TransferStats()
+        self.received: list[str] = []
+        self.failed: dict[str, str] = {}
+        self.ended: list[PeerThread] = []
+        self.zmq_context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._options = options
+        self._counts: dict[str, int] = {}
+        self._failures: dict[str, int] = {}
+        self.thread = self.new_thread(peer.endpoint)
+        self.thread.start()
+
+    def new_thread(self, endpoint: WorkerEndpoint) -> PeerThread:
+        context = PullContext(
+            config=ConnectorConfig(**self._options),  # type: ignore[arg-type]
+            engine=self.engine,
+            plans=PLANS,
+            completions=self.completions,
+            stats=self.stats,
+            digests=None,
+            zmq_context=self.zmq_context,
+        )
+        return PeerThread(context, endpoint, self.ended.append)
+
+    def submit(self, claim_id: int, **changes: object) -> str:
+        """Expect and queue one job; returns its request id."""
+        job = make_job(claim_id, **changes)
+        self.completions.expect(job.request_id, job.loaded_blocks)
+        assert self.thread.submit(job)
+        return job.request_id
+
+    def run_first_job(self, endpoint: WorkerEndpoint) -> str:
+        """A thread for another endpoint, with one job queued before its start; wait for both."""
+        thread, job = self.new_thread(endpoint), make_job(99)
+        self.completions.expect(job.request_id, [])
+        assert thread.submit(job)
+        thread.start()
+        self.wait_reported(job.request_id)
+        thread.close()
+        return job.request_id
+
+    def wait_reported(self, *request_ids: str) -> None:
+        wait_for(lambda: self._drain() or set(request_ids) <= self._reported(), "reports")
+
+    def figures(self) -> tuple[dict[str, int], dict[str, int]]:
+        """Counts and failures so far."""
+        stats = self.stats.take()
+        if stats is not None:
+            for total, part in ((self._counts, "counts"), (self._failures, "failures")):
+                for name, amount in stats.data[part].items():
+                    total[name] = total.get(name, 0) + amount
+        return self._counts, self._failures
+
+    def close(self) -> None:
+        self.thread.close()
+        self._drain()
+        self.zmq_context.term()
+
+    def _reported(self) -> set[str]:
+        return {*self.received, *self.failed}
+
+    def _drain(self) -> bool:
+        """Take what is reported; never says that waiting is over."""
+        drained = self.completions.drain()
+        if drained is not None:
+            for request_id in [*drained.received, *drained.failed]:
+                assert request_id not in self._reported(), f"{request_id} was reported twice"
+            self.received.extend(drained.received)
+            self.failed.update(drained.failed)
+        return False
+
+
+def make_job(claim_id: int, **changes: object) -> PullJob:
+    fields: dict[str, object] = {
+        "request_id": f"request{claim_id}",
+        "transfer_id": f"transfer{claim_id}",
+        "claim_id": claim_id,
+        "production": claim_id + 1000,
+        "secret": "s",
+        "workers": (),
+        "groups": [GroupBlocks([1, 2], [5, 6], 0), GroupBlocks([], [], 0)],
+        "loaded_blocks": [5, 6],
+        "timeout_s": 60.0,
+    }
+    return PullJob(**{**fields, **changes})  # type: ignore[arg-type]
+
+
+@pytest.fixture(autouse=True)
+def _short_resend(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pull_module, "RESEND_S", 0.02)
+
+
+@pytest.fixture
+def peer() -> Iterator[ReleasePeer]:
+    peer = ReleasePeer()
+    yield peer
+    peer.close()
+
+
+@pytest.fixture
+def make_puller(peer: ReleasePeer) -> Iterator[Callable[..., Puller]]:
+    pullers: list[Puller] = []
+
+    def make(**options: float) -> Puller:
+        pullers.append(Puller(peer, **options))
+        return pullers[-1]
+
+    yield make
+    for puller in pullers:
+        puller.close()
+
+
+@pytest.fixture
+def puller(make_puller: Callable[..., Puller]) -> Puller:
+    return make_puller()
+
+
+class TestSuccess:
+    def test_job_is_received_once_p_confirms(self, puller: Puller, peer: ReleasePeer) -> None:
+        request_id = puller.submit(7)
+        release = peer.next_release()
+        assert (release.cluster_id, release.claim_id, release.production) == (0xA, 7, 1007)
+        assert puller.completions.drain() is None
+        peer.ack(release)
+        puller.wait_reported(request_id)
+        assert puller.received == [request_id]
+        assert puller.engine.calls == ["link", "pull 0 [1, 2]->[5, 6]"]
+
+    def test_only_groups_with_blocks_are_pulled_and_bytes_are_counted(
+        self, puller: Puller, peer: ReleasePeer
+    ) -> None:
+        groups = [GroupBlocks([1], [2], 0), GroupBlocks([3, 4, 5], [6, 7, 8], 1)]
+        request_id = puller.submit(1, groups=groups)
+        peer.ack(peer.next_release())
+        puller.wait_reported(request_id)
+        counts, failures = puller.figures()
+        assert counts == {
+            "recv_bytes": 1 * 1024 * 2 + 3 * 256,
+            "recv_blocks": 4,
+            "recv_transfers": 2,
+            "recv_requests": 1,
+        }
+        assert not failures
+
+    def test_next_job_is_pulled_while_the_first_awaits_its_confirmation(
+        self, puller: Puller, peer: ReleasePeer
+    ) -> None:
+        ids = [puller.submit(claim_id) for claim_id in (1, 2)]
+        releases = peer.releases_by_claim([1, 2])
+        peer.ack(releases[2])
+        puller.wait_reported(ids[1])
+        peer.ack(releases[1])
+        puller.wait_reported(*ids)
+        assert puller.received == [ids[1], ids[0]]
+        assert puller.engine.names() == ["link", "pull", "pull"]
+
+    def test_release_is_sent_again_until_it_is_answered(
+        self, puller: Puller, peer: ReleasePeer
+    ) -> None:
+        request_id = puller.submit(1)
+        first, second = peer.next_release(), peer.next_release()
+        assert first == second
+        peer.ack(second)
+        puller.wait_reported(request_id)
+
+    def test_duplicated_foreign_and_junk_answers_change_nothing(
+        self, puller: Puller, peer: ReleasePeer
+    ) -> None:
+        request_id = puller.submit(1)
+        release = peer.next_release()
+        peer.send(1, b"\xc1 not msgpack")
+        peer.ack(Release(cluster_id=0xA, claim_id=1, production=9, secret=""), valid=False)
+        for _ in range(3):
+            peer.ack(release)
+        puller.wait_reported(request_id)
+        other = puller.submit(2)
+        peer.ack(peer.releases_by_claim([2])[2])
+        puller.wait_reported(other)
+        assert puller.received == [request_id, other]
+        counts, failures = puller.figures()
+        assert counts["junk_messages"] == 1
+        assert not failures
+
+
+class TestFailure:
+    def test_refused_release_fails_with_blocks(self, puller: Puller, peer: ReleasePeer) -> None:
+        request_id = puller.submit(1)
+        peer.ack(peer.next_release(), valid=False)
+        wait_for(lambda: not puller.completions.num_waiting, "the report")
+        drained = puller.completions.drain()
+        assert drained is not None
+        assert drained.failed[request_id].startswith("release: P had given the blocks up")
+        assert drained.failed_blocks == {5, 6}
+        assert not drained.received
+
+    def test_no_answer_fails_by_the_release_timeout(
+        self, make_puller: Callable[..., Puller], peer: ReleasePeer
+    ) -> None:
+        puller = make_puller(release_timeout_s=0.05)
+        request_id = puller.submit(1)
+        puller.wait_reported(request_id)
+        assert "did not confirm in time" in puller.failed[request_id]
+        peer.ack(peer.next_release())
+        other = puller.submit(2)
+        peer.ack(peer.releases_by_claim([2])[2])
+        puller.wait_reported(other)
+        assert puller.received == [other]
+
+    def test_link_that_fails_once_is_tried_again_and_the_job_succeeds(
+        self, puller: Puller, peer: ReleasePeer
+    ) -> None:
+        with_error = puller.engine.link_errors
+        with_error.append(LinkError("starting"))
+        request_id = puller.submit(1)
+        peer.ack(peer.next_release())
+        puller.wait_reported(request_id)
+        assert puller.received == [request_id]
+        assert puller.engine.names() == ["link", "unlink", "link", "pull"]
+
+    def test_link_that_fails_twice_fails_all_queued_jobs_and_the_next_one_links_anew(
+        self, puller: Puller, peer: ReleasePeer
+    ) -> None:
+        warm = puller.submit(1)
+        peer.ack(peer.next_release())
+        puller.wait_reported(warm)
+        # The first failing transfer drops the link; two more are queued before the thread goes on.
+        puller.engine.pull_errors.append(TransferError("broken"))
+        puller.engine.link_errors.extend([LinkError("no"), LinkError("still no")])
+        queued: list[str] = []
+        puller.engine.on_pull = lambda: queued.extend(puller.submit(i) for i in (3, 4))
+        broken = puller.submit(2)
+        wait_for(lambda: len(queued) == 2, "the jobs behind")
+        puller.engine.on_pull = lambda: None
+        puller.wait_reported(broken, *queued)
+        assert [puller.failed[i] for i in queued] == ["link: still no"] * 2
+        last = puller.submit(5)
+        peer.ack(peer.releases_by_claim([5])[5])
+        puller.wait_reported(last)
+        assert puller.received == [warm, last]
+        _, failures = puller.figures()
+        assert failures == {"transfer": 1, "link": 2}
+
+    @pytest.mark.parametrize("error", [TransferError("torn"), TransferTimeout("slow")])
+    def test_failed_transfer_drops_the_link_and_sends_no_release(
+        self, puller: Puller, peer: ReleasePeer, error: Exception
+    ) -> None:
+        puller.engine.pull_errors.append(error)
+        failed = puller.submit(1)
+        puller.wait_reported(failed)
+        assert puller.failed == {failed: f"transfer: {error}"}
+        request_id = puller.submit(2)
+        assert peer.next_release().claim_id == 2
+        peer.ack(peer.next_release())
+        puller.wait_reported(request_id)
+        assert puller.engine.names() == ["link", "pull", "unlink", "link", "pull"]
+
+    def test_job_without_groups_is_failed_untried(self, puller: Puller) -> None:
+        request_id = puller.submit(1, groups=[])
+        puller.wait_reported(request_id)
+        assert puller.failed[request_id].startswith("block map: ")
+        assert puller.engine.calls == []
+
+    def test_job_that_waited_too_long_is_failed_untried(self, puller: Puller) -> None:
+        request_id = puller.submit(1, timeout_s=0.0)
+        puller.wait_reported(request_id)
+        assert puller.failed[request_id].startswith("queue: ")
+        assert puller.engine.calls == []
+
+
+class TestUnexpected:
+    """Errors that nobody foresaw still end in a report: vLLM holds the blocks until then."""
+
+    def test_engine_bug_fails_the_running_the_awaiting_and_the_queued_job(
+        self, puller: Puller, peer: ReleasePeer
+    ) -> None:
+        """The job in the engine's hands was once in no table, so it was never reported."""
+        awaiting = puller.submit(1)
+        peer.next_release()
+        puller.engine.pull_errors.append(TypeError("incompatible arguments"))
+        queued: list[str] = []
+        puller.engine.on_pull = lambda: queued.append(puller.submit(3))
+        running = puller.submit(2)
+        wait_for(lambda: queued, "the job behind")
+        puller.wait_reported(awaiting, running, *queued)
+        assert set(puller.failed) == {awaiting, running, *queued}
+        assert all("incompatible arguments" in reason for reason in puller.failed.values())
+        wait_for(lambda: puller.ended == [puller.thread], "the thread's end")
+        assert not puller.thread.submit(make_job(4))
+
+    def test_address_that_cannot_be_dialled_fails_the_job(self, puller: Puller) -> None:
+        """P names the port; ZMQ refuses this one at once, which once left the job without end."""
+        endpoint = WorkerEndpoint(cluster_id=1, host="127.0.0.1", engine_port=1, control_port=-1)
+        request_id = puller.run_first_job(endpoint)
+        assert puller.failed[request_id].startswith("link: cannot dial 127.0.0.1:-1: ")
+
+
+class TestPeerLost:
+    def test_lost_peer_fails_awaiting_jobs_at_once_and_ends_the_thread(
+        self, puller: Puller, peer: ReleasePeer
+    ) -> None:
+        request_id = puller.submit(1)
+        peer.next_release()
+        peer.close()
+        puller.wait_reported(request_id)
+        assert puller.failed[request_id].startswith("release: the control connection to 127.0.0.1")
+        wait_for(lambda: puller.ended == [puller.thread], "the thread's end")
+        assert puller.engine.names() == ["link", "pull", "unlink"]
+
+    def test_job_for_a_peer_that_is_gone_is_failed_and_not_lost(
+        self, puller: Puller, peer: ReleasePeer
+    ) -> None:
+        endpoint = peer.endpoint
+        peer.close()
+        wait_for(lambda: len(puller.ended) == 1, "the first thread's end")
+        assert not puller.thread.submit(make_job(1))
+        request_id = puller.run_first_job(endpoint)
+        assert "the control connection to 127.0.0.1" in puller.failed[request_id]
+
+    def test_peer_lost_during_a_pull_is_found_when_the_pull_ends(
+        self, puller: Puller, peer: ReleasePeer
+    ) -> None:
+        puller.engine.on_pull = peer.close
+        request_id = puller.submit(1)
+        puller.wait_reported(request_id)
+        assert request_id in puller.failed
+
+
+class TestCancelAndClose:
+    def test_job_cancelled_in_the_queue_is_reported_without_a_pull(
+        self, puller: Puller, peer: ReleasePeer
+    ) -> None:
+        queued: list[str] = []
+
+        def queue_and_cancel() -> None:
+            puller.engine.on_pull = lambda: None
+            queued.append(puller.submit(2))
+            puller.completions.cancel(queued[0])
+
+        puller.engine.on_pull = queue_and_cancel
+        first = puller.submit(1)
+        peer.ack(peer.next_release())
+        wait_for(lambda: queued, "the second job")
+        puller.wait_reported(first, *queued)
+        assert sorted(puller.received) == [first, *queued]
+        assert puller.engine.names() == ["link", "pull"]
+        assert puller.figures()[1] == {}
+
+    @pytest.mark.parametrize("valid", [True, False])
+    def test_job_cancelled_while_it_is_confirmed_is_reported_as_received(
+        self, puller: Puller, peer: ReleasePeer, valid: bool
+    ) -> None:
+        request_id = puller.submit(1)
+        release = peer.next_release()
+        puller.completions.cancel(request_id)
+        peer.ack(release, valid)
+        puller.wait_reported(request_id)
+        assert puller.received == [request_id]
+
+    def test_close_waits_for_the_running_copy_and_fails_the_rest(
+        self, puller: Puller, peer: ReleasePeer
+    ) -> None:
+        order: list[str] = []
+        ids = [puller.submit(1)]
+        peer.next_release()
+
+        def queue_one_and_copy() -> None:
+            ids.append(puller.submit(3))
+            order.append("copied")
+
+        puller.engine.on_pull = queue_one_and_copy
+        ids.append(puller.submit(2))
+        wait_for(lambda: order, "the second copy")
+        puller.thread.close()
+        order.append("closed")
+        puller.wait_reported(*ids)
+        assert order[-1] == "closed"
+        assert set(ids) == set(puller.failed)
+        puller.thread.close()
