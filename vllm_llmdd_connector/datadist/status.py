@@ -60,9 +60,17 @@ class LLMException(RuntimeError):
         super().__init__(*args)
         self._status_code = status_code
 
+    def __reduce__(self) -> tuple[object, ...]:
+        """Pickling keeps the code, so the exception survives a trip between processes."""
+        return _rebuild, (self.args, self._status_code)
+
     @property
     def status_code(self) -> LLMStatusCode:
         return self._status_code
+
+
+def _rebuild(args: tuple[object, ...], status_code: LLMStatusCode) -> LLMException:
+    return LLMException(*args, status_code=status_code)
 
 
 class Status:

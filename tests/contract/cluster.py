@@ -1,0 +1,224 @@
+"""One LLM-DataDist cluster with its memory, for the test's process and for helper processes.
+
+Everything a method takes or returns can be pickled, so that `peer.py` can offer the same methods
+from another process.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import mmap
+import os
+import random
+import threading
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+HOST_ENGINE = "vllm_llmdd_connector.datadist"
+
+
+def pattern(seed: int, size: int) -> bytes:
+    """Bytes that differ everywhere between seeds."""
+    return random.Random(seed).randbytes(size)
+
+
+class Tensor:
+    """Private memory with a fixed address."""
+
+    def __init__(self, size: int) -> None:
+        self._map = mmap.mmap(-1, size)
+        self._view = ctypes.c_char.from_buffer(self._map)
+        self.addr = ctypes.addressof(self._view)
+
+    def read(self) -> bytes:
+        return self._map[:]
+
+    def write(self, data: bytes, offset: int = 0) -> None:
+        self._map[offset : offset + len(data)] = data
+
+    def byte(self, offset: int) -> int:
+        return self._map[offset]
+
+
+class Cluster:
+    """An initialised `LLMDataDist` of the engine `api` (a module name)."""
+
+    def __init__(
+        self,
+        cluster_id: int,
+        *,
+        api: str = HOST_ENGINE,
+        remote: bool = True,
+        listen: bool = True,
+        timeout_ms: int = 20000,
+    ) -> None:
+        self.api: Any = importlib.import_module(api)
+        config = self.api.LLMConfig()
+        config.enable_cache_manager = True
+        config.enable_remote_cache_accessible = remote
+        config.sync_kv_timeout = timeout_ms
+        if listen:
+            config.listen_ip_info = "127.0.0.1:0"
+        self.datadist = self.api.LLMDataDist(self.api.LLMRole.MIX, cluster_id)
+        self.datadist.init(config.generate_options())
+        self.caches: dict[int, Any] = {}
+        self.tensors: dict[int, list[Tensor]] = {}
+
+    @property
+    def manager(self) -> Any:
+        return self.datadist.cache_manager
+
+    def port(self) -> int:
+        return self.datadist.listen_port
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def finalize(self) -> None:
+        self.datadist.finalize()
+
+    # Memory.
+
+    def _tensors(self, count: int, size: int, seed: int) -> list[Tensor]:
+        tensors = [Tensor(size) for _ in range(count)]
+        for index, tensor in enumerate(tensors):
+            tensor.write(pattern(seed + index, size))
+        return tensors
+
+    def _desc(self, tensors: int, rows: int, row_bytes: int, host: bool) -> Any:
+        placement = self.api.Placement.HOST if host else self.api.Placement.DEVICE
+        return self.api.CacheDesc(tensors, [rows, row_bytes], self.api.DataType.DT_INT8, placement)
+
+    def _keep(self, cache: Any, tensors: list[Tensor]) -> int:
+        self.caches[cache.cache_id] = cache
+        self.tensors[cache.cache_id] = tensors
+        return int(cache.cache_id)
+
+    def add_blocks(
+        self,
+        tensors: int = 4,
+        blocks: int = 16,
+        block_bytes: int = 64,
+        *,
+        model_id: int = 0,
+        seed: int = 0,
+        accessible: bool | None = None,
+        host: bool = False,
+    ) -> int:
+        """Register a blocks cache of patterned memory; returns its cache id."""
+        memory = self._tensors(tensors, blocks * block_bytes, seed)
+        cache = self.manager.register_blocks_cache(
+            self._desc(tensors, blocks, block_bytes, host),
+            [tensor.addr for tensor in memory],
+            self.api.BlocksCacheKey(self.datadist.cluster_id, model_id),
+            accessible,
+        )
+        return self._keep(cache, memory)
+
+    def add_rows(
+        self,
+        tensors: int = 4,
+        rows: int = 4,
+        row_bytes: int = 256,
+        *,
+        keys: Sequence[Any] = (),
+        seed: int = 0,
+        accessible: bool | None = None,
+        host: bool = False,
+    ) -> int:
+        """Register a contiguous cache of patterned memory; returns its cache id."""
+        memory = self._tensors(tensors, rows * row_bytes, seed)
+        cache = self.manager.register_cache(
+            self._desc(tensors, rows, row_bytes, host),
+            [tensor.addr for tensor in memory],
+            keys,
+            accessible,
+        )
+        return self._keep(cache, memory)
+
+    def unregister(self, cache_id: int) -> None:
+        self.manager.unregister_cache(cache_id)
+
+    def dump(self, cache_id: int) -> list[bytes]:
+        return [tensor.read() for tensor in self.tensors[cache_id]]
+
+    def flip_byte(self, cache_id: int, tensor: int, offset: int) -> None:
+        memory = self.tensors[cache_id][tensor]
+        memory.write(bytes([memory.byte(offset) ^ 0xFF]), offset)
+
+    # Links.
+
+    def _info(self, cluster_id: int, port: int) -> Any:
+        info = self.api.LLMClusterInfo()
+        info.remote_cluster_id = cluster_id
+        info.append_local_ip_info("127.0.0.1", 1)
+        info.append_remote_ip_info("127.0.0.1", port)
+        return info
+
+    def link(self, cluster_id: int, port: int, timeout_ms: int = 20000) -> Any:
+        """The status of one link attempt."""
+        _, statuses = self.datadist.link_clusters([self._info(cluster_id, port)], timeout_ms)
+        return statuses[0]
+
+    def unlink(self, cluster_id: int, *, force: bool = False, timeout_ms: int = 20000) -> Any:
+        _, statuses = self.datadist.unlink_clusters([self._info(cluster_id, 1)], timeout_ms, force)
+        return statuses[0]
+
+    def link_error(self, cluster_id: int) -> str:
+        return str(self.datadist.last_link_error(cluster_id))
+
+    # Transfers.
+
+    def pull_blocks(
+        self, key: Any, cache_id: int, src: Sequence[int], dst: Sequence[int], **options: Any
+    ) -> None:
+        self.manager.pull_blocks(key, self.caches[cache_id], src, dst, **options)
+
+    def pull_cache(self, key: Any, cache_id: int, *args: int, **options: Any) -> None:
+        self.manager.pull_cache(key, self.caches[cache_id], *args, **options)
+
+    def push_blocks(
+        self, key: Any, cache_id: int, src: Sequence[int], dst: Sequence[int], **options: Any
+    ) -> None:
+        self.manager.push_blocks(key, self.caches[cache_id], src, dst, **options)
+
+    def push_cache(self, key: Any, cache_id: int, *args: int, **options: Any) -> None:
+        self.manager.push_cache(key, self.caches[cache_id], *args, **options)
+
+    # What the process holds.
+
+    def descriptors(self) -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    def native_threads(self) -> int:
+        return len(os.listdir("/proc/self/task"))
+
+    def python_threads(self) -> int:
+        return threading.active_count()
+
+    def resident_kib(self) -> int:
+        with open("/proc/self/statm") as statm:
+            return int(statm.read().split()[1]) * mmap.PAGESIZE // 1024
+
+
+def moved(
+    before: Iterable[bytes],
+    source: Iterable[bytes],
+    pieces: Iterable[tuple[int, int, int]],
+) -> list[bytes]:
+    """What a destination holds after `pieces` (src offset, dst offset, length) of each tensor."""
+    pieces = list(pieces)
+    after = []
+    for old, new in zip(before, source, strict=True):
+        tensor = bytearray(old)
+        for src, dst, length in pieces:
+            tensor[dst : dst + length] = new[src : src + length]
+        after.append(bytes(tensor))
+    return after
+
+
+def block_pieces(
+    src: Sequence[int], dst: Sequence[int], block_bytes: int
+) -> list[tuple[int, int, int]]:
+    return [(a * block_bytes, b * block_bytes, block_bytes) for a, b in zip(src, dst, strict=True)]

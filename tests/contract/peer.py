@@ -1,0 +1,98 @@
+"""A helper process that runs one `Cluster` and obeys the test over a pipe."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
+from typing import Any
+
+_ANSWER_S = 60.0
+
+
+class Peer:
+    """The test's end. Attribute access gives the methods of the `Cluster` in the other process."""
+
+    def __init__(self, cluster_id: int, user: int | None = None, **options: Any) -> None:
+        self._pipe, theirs = Pipe()
+        tests = str(Path(__file__).resolve().parents[1])
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "contract.peer", str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join([tests, *filter(None, sys.path)])},
+            user=user,
+        )
+        theirs.close()
+        self.cluster_id = cluster_id
+        self.start("create", cluster_id, **options)
+        self.result()
+        self.listen_port: int = self.call("port")
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        return lambda *args, **kwargs: self.call(name, *args, **kwargs)
+
+    def call(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        self.start(name, *args, **kwargs)
+        return self.result()
+
+    def start(self, name: str, *args: Any, **kwargs: Any) -> None:
+        """Begin a call; `result` waits for it."""
+        self._pipe.send((name, args, kwargs))
+
+    def result(self) -> Any:
+        assert self._pipe.poll(_ANSWER_S), "the helper process does not answer"
+        succeeded, value = self._pipe.recv()
+        if not succeeded:
+            raise value
+        return value
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def stop(self) -> None:
+        """Returns when the process has stopped."""
+        os.kill(self.pid, signal.SIGSTOP)
+        os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WNOWAIT)
+
+    def resume(self) -> None:
+        os.kill(self.pid, signal.SIGCONT)
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+    def close(self) -> None:
+        """End the process in order, if it still runs; its exit code must then be 0."""
+        if self._process.poll() is None:
+            self._pipe.close()
+            assert self._process.wait(_ANSWER_S) == 0
+        self._pipe.close()
+
+
+def _serve(pipe: Connection) -> None:
+    from contract.cluster import Cluster
+
+    cluster: Cluster | None = None
+    while True:
+        try:
+            name, args, kwargs = pipe.recv()
+        except EOFError:
+            break
+        try:
+            if name == "create":
+                cluster = Cluster(*args, **kwargs)
+                answer: Any = None
+            else:
+                answer = getattr(cluster, name)(*args, **kwargs)
+            pipe.send((True, answer))
+        except Exception as error:
+            pipe.send((False, error))
+
+
+if __name__ == "__main__":
+    _serve(Connection(int(sys.argv[1])))
