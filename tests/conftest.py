@@ -8,6 +8,11 @@ import pytest
 from fakes.clock import FakeClock
 from fakes.fake_datadist import FakeDataDist
 from fakes.install import install_fake_datadist
+from hypothesis import settings
+
+# No test depends on how fast this machine is. In CI hypothesis is deterministic by itself.
+settings.register_profile("llmdd", deadline=None)
+settings.load_profile("llmdd")
 
 
 @pytest.fixture

@@ -144,17 +144,18 @@ def _check_host(host: str) -> None:
 
 def is_allowed_peer(host: str, allowed: tuple[str, ...]) -> bool:
     """Whether this engine may contact ``host``, an IP literal or a name written in ``allowed``."""
-    if host in allowed:
-        return True
     try:
         address = ipaddress.ip_address(host)
     except ValueError:
-        return False
+        address = None
     for entry in allowed:
         try:
             network = ipaddress.ip_network(entry, strict=False)
         except ValueError:
+            # A name. A network is never compared as text: "127.0.0.0/8" is no host to dial.
+            if host == entry:
+                return True
             continue
-        if address.version == network.version and address in network:
+        if address is not None and address.version == network.version and address in network:
             return True
     return False

@@ -113,10 +113,11 @@ def read_ticket(params: dict[str, Any]) -> Ticket:
 
 def _text(fields: dict[str, Any], key: str) -> str:
     value = fields.get(key)
-    if not isinstance(value, str) or not value or len(value) > MAX_TEXT:
+    # Printable: neither a surrogate, which no message can carry, nor a line end for our log.
+    if not isinstance(value, str) or not 0 < len(value) <= MAX_TEXT or not value.isprintable():
         raise RemoteProtocolError(
             f"kv_transfer_params field {key!r} is {_shown(value)}, "
-            f"expected text of 1 to {MAX_TEXT} characters"
+            f"expected text of 1 to {MAX_TEXT} printable characters"
         )
     return value
 

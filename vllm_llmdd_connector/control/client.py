@@ -7,6 +7,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 
 import zmq
 
@@ -16,8 +17,10 @@ from vllm_llmdd_connector.control.session import (
     ClientSession,
     Outcome,
     Reaction,
+    Refused,
     SessionState,
 )
+from vllm_llmdd_connector.errors import LinkError
 from vllm_llmdd_connector.log import get_logger
 from vllm_llmdd_connector.params import Ticket
 
@@ -92,9 +95,17 @@ class ControlClient:
             self._wait()
             now_s = self._clock()
             while self._commands:
-                self._commands.popleft()(now_s)
+                self._guarded(self._commands.popleft(), now_s)
             for session, dialer in list(self._sessions.values()):
-                self._serve(session, dialer, now_s)
+                self._guarded(partial(self._serve, session, dialer), now_s)
+
+    def _guarded(self, action: _Command, now_s: float) -> None:
+        """What nobody foresaw ends neither this thread nor other sessions; claims have
+        deadlines."""
+        try:
+            action(now_s)
+        except Exception:
+            logger.exception("control thread: internal error, going on")
 
     def _wait(self) -> None:
         poller = zmq.Poller()
@@ -128,7 +139,11 @@ class ControlClient:
             self._react(session, dialer, session.tick(now_s))
 
     def _do_claim(self, claim_id: int, ticket: Ticket, deadline_s: float, now_s: float) -> None:
-        session, dialer = self._open(ticket.address)
+        try:
+            session, dialer = self._open(ticket.address)
+        except LinkError as error:
+            self._outcomes.append(Refused(claim_id, "connection", str(error)))
+            return
         self._react(session, dialer, session.claim(claim_id, ticket, deadline_s, now_s))
 
     def _do_drop(self, claim_id: int, ticket: Ticket, deadline_s: float, now_s: float) -> None:
