@@ -13,6 +13,8 @@ a drop may arrive any number of times.
 Version history of the wire: 1, the first.
 """
 
+from typing import Annotated
+
 import msgspec
 
 from vllm_llmdd_connector.control.fingerprint import Fingerprint
@@ -21,6 +23,8 @@ from vllm_llmdd_connector.errors import RemoteProtocolError
 PROTOCOL_VERSION = 1
 MAX_MESSAGE_BYTES = 4 << 20
 MAX_RENEWED_CLAIMS = 65536
+
+Port = Annotated[int, msgspec.Meta(ge=1, le=65535)]
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -34,9 +38,9 @@ class WorkerEndpoint(msgspec.Struct, frozen=True, kw_only=True):
     """LLM-DataDist cluster of the rank."""
     host: str
     """Of both ports."""
-    engine_port: int
+    engine_port: Port
     """What ``link_clusters`` dials."""
-    control_port: int
+    control_port: Port
     """The rank's release channel."""
 
 
@@ -86,7 +90,7 @@ class Gone(Message, frozen=True, kw_only=True):
 
 class Renew(Message, frozen=True, kw_only=True):
     session: int
-    claim_ids: tuple[int, ...]
+    claim_ids: Annotated[tuple[int, ...], msgspec.Meta(max_length=MAX_RENEWED_CLAIMS)]
 
 
 class Drop(Message, frozen=True, kw_only=True):

@@ -4,15 +4,16 @@ The owner feeds it what was asked locally and what arrived, sends the messages i
 passes the time. What became of each claim is returned as ``Outcome`` values. The states and their
 transitions:
 
-============ ================== ============================================
-state        event              next
-============ ================== ============================================
-``OPENING``  Welcome            ``READY``
-``OPENING``  Reject             ``REJECTED``
-``OPENING``  lost, timeout      ``CLOSED``
-``READY``    Unknown            ``OPENING`` (the peer was restarted)
-``READY``    lost               ``CLOSED``
-============ ================== ============================================
+============ =================== ============================================
+state        event               next
+============ =================== ============================================
+``OPENING``  Welcome             ``READY``
+``OPENING``  Reject, bad Welcome ``REJECTED``
+``OPENING``  lost                ``CLOSED``
+``OPENING``  last claim too late ``CLOSED``
+``READY``    Unknown             ``OPENING`` (the peer was restarted)
+``READY``    lost                ``CLOSED``
+============ =================== ============================================
 
 ``REJECTED`` and ``CLOSED`` are final: the owner discards the session and may open a new one.
 """
@@ -95,6 +96,7 @@ class ClientSession:
         self.address = address
         self.state = SessionState.OPENING
         self.end_reason = ""
+        self._num_workers = fingerprint.tensor_parallel_size
         self._hello = Hello(version=PROTOCOL_VERSION, fingerprint=raw_fingerprint(fingerprint))
         self._hello_sent_s: float | None = None
         self._renew_s = renew_s
@@ -145,7 +147,7 @@ class ClientSession:
                 return self._end(SessionState.REJECTED, "handshake", message.reason)
             case Unknown(session=session) if session == self._session and session:
                 return self._reopen(now_s)
-            case Grant():
+            case Grant() if self.state is SessionState.READY:
                 return self._on_grant(message)
             case Gone():
                 return self._refuse([message.claim_id], "claim", message.reason)
@@ -163,15 +165,14 @@ class ClientSession:
             if not claim.granted and claim.deadline_s <= now_s
         ]
         host, port = self.address
-        what = "handshake" if self.state is SessionState.OPENING else "claim"
-        reaction = self._refuse(
-            late,
-            "handshake" if what == "handshake" else "claim",
-            f"no answer from {host}:{port} to the {what} in time",
-        )
+        stage = "handshake" if self.state is SessionState.OPENING else "claim"
+        reason = f"no answer from {host}:{port} to the {stage} in time"
+        reaction = self._refuse(late, stage, reason)
         for claim_id, drop in list(self._pending_drops.items()):
             if drop.deadline_s <= now_s:
                 del self._pending_drops[claim_id]
+        if self.state is SessionState.OPENING and not self._claims and not self._pending_drops:
+            self._merge(reaction, self._end(SessionState.CLOSED, "handshake", reason))
         self._merge(reaction, self._advance(now_s))
         if self.state is SessionState.READY and now_s - self._renewed_s >= self._renew_s:
             self._renewed_s = now_s
@@ -194,6 +195,13 @@ class ClientSession:
         return min(times, default=None)
 
     def _on_welcome(self, message: Welcome, now_s: float) -> Reaction:
+        if len(message.workers) != self._num_workers:
+            return self._end(
+                SessionState.REJECTED,
+                "handshake",
+                f"number of workers differs: local {self._num_workers}, prefill server "
+                f"{len(message.workers)}",
+            )
         self.state = SessionState.READY
         self._session = message.session
         self._instance = message.instance

@@ -116,6 +116,8 @@ class Consumer:
         if entry.state is RequestState.CLAIMING:
             if self._clock() < entry.deadline_s:
                 return None, False
+            # Its answer may still be on the way, and would be renewed for nobody.
+            self._drop(entry)
             self._fall_back(entry, "claim", "P did not answer in time")
         if entry.state is not RequestState.MATCHED:
             return 0, False

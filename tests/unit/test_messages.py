@@ -1,0 +1,123 @@
+"""Wire format: every message survives, and nothing but ``RemoteProtocolError`` comes of junk."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from fakes.builders import make_endpoint, make_fingerprint, make_gone, make_grant, make_welcome
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_llmdd_connector.control.messages import (
+    MAX_MESSAGE_BYTES,
+    MAX_RENEWED_CLAIMS,
+    AnyMessage,
+    Claim,
+    Drop,
+    Hello,
+    Reject,
+    Release,
+    ReleaseAck,
+    Renew,
+    Unknown,
+    decode,
+    encode,
+    raw_fingerprint,
+    read_fingerprint,
+)
+from vllm_llmdd_connector.errors import RemoteProtocolError
+
+BIG = 2**63 - 1
+MESSAGES: list[AnyMessage] = [
+    make_welcome(),
+    make_grant(BIG, ((1, 2), (), (0, 3))),
+    make_gone(1),
+    Reject(reason="dtype differs"),
+    Unknown(session=BIG),
+    Claim(session=1, claim_id=BIG, production=1, secret="s", prompt_hash="h"),
+    Renew(session=1, claim_ids=(1, 2)),
+    Drop(session=1, claim_id=2, production=3, secret="s"),
+    Release(cluster_id=2**48 - 1, claim_id=2, production=3, secret="s"),
+    ReleaseAck(claim_id=2, production=3, valid=False),
+]
+json_like = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.text() | st.binary(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
+)
+
+
+def decodes(frame: bytes) -> AnyMessage | None:
+    """The message, or None where ``decode`` refuses; any other exception is the test's failure."""
+    try:
+        return decode(frame)
+    except RemoteProtocolError:
+        return None
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
+def test_message_survives_the_wire(message: AnyMessage) -> None:
+    assert decode(encode(message)) == message
+
+
+def test_every_message_of_the_union_is_tried_here() -> None:
+    tried = {type(message) for message in MESSAGES} | {Hello}
+    assert tried == set(AnyMessage.__args__)
+
+
+def test_hello_carries_the_fingerprint_unread() -> None:
+    fingerprint = make_fingerprint()
+    hello = decode(encode(Hello(version=1, fingerprint=raw_fingerprint(fingerprint))))
+    assert isinstance(hello, Hello)
+    assert read_fingerprint(hello.fingerprint) == fingerprint
+
+
+def test_hello_of_another_version_can_be_read_up_to_its_version() -> None:
+    foreign = msgspec.msgpack.encode({"type": "Hello", "version": 9, "fingerprint": [1, {"x": 2}]})
+    hello = decode(foreign)
+    assert isinstance(hello, Hello)
+    assert hello.version == 9
+    with pytest.raises(RemoteProtocolError, match="fingerprint cannot be read"):
+        read_fingerprint(hello.fingerprint)
+
+
+@given(st.binary(max_size=200))
+def test_arbitrary_bytes_are_refused_or_a_message(frame: bytes) -> None:
+    decodes(frame)
+
+
+@given(st.sampled_from(MESSAGES), st.data())
+def test_damaged_message_is_refused_or_a_message(message: AnyMessage, data: st.DataObject) -> None:
+    frame = bytearray(encode(message))
+    for _ in range(data.draw(st.integers(1, 4))):
+        frame[data.draw(st.integers(0, len(frame) - 1))] = data.draw(st.integers(0, 255))
+    decodes(bytes(frame[: data.draw(st.integers(0, len(frame)))]))
+
+
+@given(st.sampled_from(MESSAGES), st.data())
+def test_fields_of_any_type_are_refused_or_fit(message: AnyMessage, data: st.DataObject) -> None:
+    fields = msgspec.to_builtins(message)
+    fields[data.draw(st.sampled_from(sorted(fields)))] = data.draw(json_like)
+    decoded = decodes(msgspec.msgpack.encode(fields))
+    if decoded is not None:
+        assert decode(encode(decoded)) == decoded
+
+
+def test_deep_nesting_is_refused() -> None:
+    with pytest.raises(RemoteProtocolError):
+        decode(b"\x91" * 100_000)
+
+
+def test_too_long_frame_is_refused_unread() -> None:
+    with pytest.raises(RemoteProtocolError, match=f"at most {MAX_MESSAGE_BYTES} are read"):
+        decode(bytes(MAX_MESSAGE_BYTES + 1))
+
+
+def test_too_many_renewals_in_one_message_are_refused() -> None:
+    frame = encode(Renew(session=1, claim_ids=tuple(range(MAX_RENEWED_CLAIMS + 1))))
+    assert decodes(frame) is None
+
+
+@pytest.mark.parametrize("port", [-1, 0, 65536])
+def test_endpoint_with_an_impossible_port_is_refused(port: int) -> None:
+    for name in ("engine_port", "control_port"):
+        assert decodes(encode(make_welcome(workers=(make_endpoint(**{name: port}),)))) is None
