@@ -32,8 +32,9 @@ Link::Link(uint64_t cluster_id, UniqueFd socket, PeerProcess peer, RequestHandle
       handler_(handler),
       outgoing_(std::move(first_message)) {}
 
+// No shutdown here: a link that was never filed leaves its socket to the handshake, which says why.
 Link::~Link() {
-  forget("destroyed");
+  end(State::kUnlinked, "destroyed");
   join();
 }
 
@@ -82,19 +83,22 @@ bool Link::end(State state, const std::string& reason) {
     reason_ = reason;
   }
   changed_.notify_all();
-  ::shutdown(socket_.get(),
-             SHUT_RDWR);  // the peer sees it at once; close() comes with the destructor
   wake_.set();
   return true;
 }
 
+// The peer sees it at once; close(2) comes with the destructor.
+void Link::hang_up() { ::shutdown(socket_.get(), SHUT_RDWR); }
+
 void Link::fail(const std::string& reason) {
-  if (end(State::kFailed, reason)) {
-    log(LogLevel::kWarning, identity(cluster_id_) + "link failed: " + reason);
-  }
+  if (!end(State::kFailed, reason)) return;
+  hang_up();
+  log(LogLevel::kWarning, identity(cluster_id_) + "link failed: " + reason);
 }
 
-void Link::forget(const std::string& reason) { end(State::kUnlinked, reason); }
+void Link::forget(const std::string& reason) {
+  if (end(State::kUnlinked, reason)) hang_up();
+}
 
 Frame Link::call(MessageType request, const Bytes& payload, const Deadline& deadline) {
   auto pending = std::make_shared<Pending>();

@@ -83,6 +83,7 @@ class Link {
   void flush_locked();
   bool wants_to_send() const;
   bool end(State state, const std::string& reason);
+  void hang_up();
   void throw_if_ended_locked() const;
 
   const uint64_t cluster_id_;

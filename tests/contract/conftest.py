@@ -43,18 +43,31 @@ def make_local(engine: str) -> Iterator[Callable[..., Cluster]]:
         cluster.finalize()
 
 
+@pytest.fixture(scope="session")
+def idle_peers() -> Iterator[list[Peer]]:
+    """Helper processes that no test uses at the moment."""
+    peers: list[Peer] = []
+    yield peers
+    for peer in peers:
+        peer.close()
+
+
 @pytest.fixture
-def make_peer(engine: str) -> Iterator[Callable[..., Peer]]:
+def make_peer(engine: str, idle_peers: list[Peer]) -> Iterator[Callable[..., Peer]]:
     """Makes clusters in processes of their own."""
     made: list[Peer] = []
 
     def make(cluster_id: int = 2, **options: Any) -> Peer:
-        made.append(Peer(cluster_id, api=engine, **options))
+        made.append(idle_peers.pop() if idle_peers else Peer())
+        made[-1].create(cluster_id, api=engine, **options)
         return made[-1]
 
     yield make
     for peer in made:
-        peer.close()
+        if peer.release():
+            idle_peers.append(peer)
+        else:
+            peer.close()
 
 
 @pytest.fixture

@@ -15,9 +15,15 @@ _ANSWER_S = 60.0
 
 
 class Peer:
-    """The test's end. Attribute access gives the methods of the `Cluster` in the other process."""
+    """The test's end. Attribute access gives the methods of the `Cluster` in the other process.
 
-    def __init__(self, cluster_id: int, user: int | None = None, **options: Any) -> None:
+    The process is reused by later tests: `create` gives it a new cluster, `release` ends it.
+    """
+
+    cluster_id: int
+    listen_port: int
+
+    def __init__(self, user: int | None = None) -> None:
         self._pipe, theirs = Pipe()
         tests = str(Path(__file__).resolve().parents[1])
         self._process = subprocess.Popen(
@@ -27,10 +33,18 @@ class Peer:
             user=user,
         )
         theirs.close()
+
+    def create(self, cluster_id: int, **options: Any) -> None:
         self.cluster_id = cluster_id
-        self.start("create", cluster_id, **options)
-        self.result()
-        self.listen_port: int = self.call("port")
+        self.call("create", cluster_id, **options)
+        self.listen_port = self.call("port")
+
+    def release(self) -> bool:
+        """Whether the process can be used again."""
+        if self._process.poll() is not None:
+            return False
+        self.call("finalize")
+        return True
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         return lambda *args, **kwargs: self.call(name, *args, **kwargs)

@@ -1,0 +1,246 @@
+"""LLMDataDist: init, finalize, and the options init looks at."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from contract.cluster import Cluster
+from contract.errors import refused
+
+
+@pytest.fixture
+def fresh(api: Any) -> Iterator[Any]:
+    """An LLMDataDist that is not initialised; finalized at the end."""
+    datadist = api.LLMDataDist(api.LLMRole.PROMPT, 5)
+    yield datadist
+    datadist.finalize()
+
+
+V2 = {"llm.EnableCacheManager": "1"}
+
+
+class TestBeforeInit:
+    def test_everything_but_the_id_raises(self, api: Any, fresh: Any) -> None:
+        assert fresh.cluster_id == 5
+        calls: list[Callable[[], object]] = [
+            lambda: fresh.cache_manager,
+            lambda: fresh.kv_cache_manager,
+            lambda: fresh.listen_port,
+            lambda: fresh.link_clusters([]),
+            lambda: fresh.unlink_clusters([]),
+            lambda: fresh.check_link_status(1),
+        ]
+        for call in calls:
+            with pytest.raises(RuntimeError, match="llm datadist is not initialized"):
+                call()
+
+    def test_finalize_is_harmless(self, fresh: Any) -> None:
+        fresh.finalize()
+        fresh.finalize()
+
+    def test_constructor_checks(self, api: Any) -> None:
+        with pytest.raises(TypeError):
+            api.LLMDataDist(1, 5)
+        with pytest.raises(ValueError):
+            api.LLMDataDist(api.LLMRole.MIX, -1)
+        with pytest.raises(TypeError):
+            api.LLMDataDist(api.LLMRole.MIX, None)
+
+
+class TestInit:
+    def test_second_init_of_one_object_has_no_effect(self, fresh: Any) -> None:
+        fresh.init(dict(V2))
+        manager = fresh.cache_manager
+        fresh.init({"llm.EnableCacheManager": "0"})
+        assert fresh.cache_manager is manager
+
+    def test_one_instance_at_a_time(self, api: Any, fresh: Any) -> None:
+        fresh.init(dict(V2))
+        other = api.LLMDataDist(api.LLMRole.MIX, 6)
+        with refused(api, "LLM_FAILED"):
+            other.init(dict(V2))
+        fresh.finalize()
+        other.init(dict(V2))
+        other.finalize()
+
+    def test_caller_keeps_its_options(self, fresh: Any) -> None:
+        options = {"llm.LocalCommRes": ""}
+        fresh.init(options)
+        assert options == {"llm.LocalCommRes": ""}
+
+    def test_wrong_manager_for_the_mode(self, api: Any, fresh: Any) -> None:
+        fresh.init(dict(V2))
+        with refused(api):
+            _ = fresh.kv_cache_manager
+        with refused(api):
+            fresh.check_link_status(1)
+
+    def test_first_generation_is_refused(self, api: Any, fresh: Any) -> None:
+        with refused(api, "LLM_FEATURE_NOT_ENABLED"):
+            fresh.init({})
+
+    @pytest.mark.parametrize(
+        "options",
+        [
+            {"llm.LocalCommRes": ""},
+            {**V2, "llm.SyncKvCacheWaitTime": "0"},
+            {**V2, "llm.somethingElse": "x"},
+            {**V2, "llm.MemPoolConfig": '{"memory_size": 1024, "page_shift": 16}'},
+            {**V2, "ge.exec.deviceId": "3"},
+            {**V2, "ge.flowGraphMemMaxSize": "1024"},
+            {**V2, "llm.TransferBackend": "hixl", "llm.listenIpInfo": "127.0.0.1:0"},
+        ],
+    )
+    def test_accepted_options(self, fresh: Any, options: dict[str, str]) -> None:
+        fresh.init(options)
+
+    @pytest.mark.parametrize(
+        "options",
+        [
+            {"llm.LocalCommRes": "", "llm.EnableCacheManager": "0"},
+            {"llm.TransferBackend": "hixl"},
+            {**V2, "llm.TransferBackend": "hixl"},
+            {**V2, "llm.TransferBackend": "other", "llm.listenIpInfo": "127.0.0.1:0"},
+            {
+                **V2,
+                "llm.TransferBackend": "hixl",
+                "llm.listenIpInfo": "127.0.0.1:0",
+                "llm.EnableRemoteCacheAccessible": "0",
+            },
+            {**V2, "llm.EnableRemoteCacheAccessible": "2"},
+            {**V2, "llm.listenIpInfo": "1.2.3.4"},
+            {**V2, "llm.listenIpInfo": "1.2.3.4:70000"},
+            {**V2, "llm.MemPoolConfig": "no json"},
+            {**V2, "llm.MemPoolConfig": "{}"},
+            {**V2, "llm.HostMemPoolConfig": '{"memory_size": 0}'},
+            {**V2, "llm.MemPoolConfig": '{"memory_size": 1, "page_shift": 9}'},
+            {**V2, "ge.exec.deviceId": "0;1"},
+            {**V2, "ge.exec.deviceId": "x"},
+            {**V2, "ge.flowGraphMemMaxSize": "1,2"},
+            {**V2, "ge.flowGraphMemMaxSize": "a"},
+        ],
+    )
+    def test_refused_options(self, api: Any, fresh: Any, options: dict[str, str]) -> None:
+        with refused(api):
+            fresh.init(options)
+
+    def test_option_types(self, fresh: Any) -> None:
+        with pytest.raises(ValueError):
+            fresh.init({**V2, "llm.listenIpInfo": "1.2.3.4:x"})
+        with pytest.raises(TypeError):
+            fresh.init({**V2, "ge.flowGraphMemMaxSize": 5})
+        with pytest.raises(TypeError):
+            fresh.init({**V2, "other": 5})
+        with pytest.raises(TypeError):
+            fresh.init(None)
+
+
+class TestListening:
+    def test_port_zero_picks_a_free_port(self, make_local: Callable[..., Cluster]) -> None:
+        port = make_local().port()
+        with socket.create_connection(("127.0.0.1", port)):
+            assert port > 0
+
+    def test_no_listener_has_port_zero(self, make_local: Callable[..., Cluster]) -> None:
+        assert make_local(listen=False).port() == 0
+
+    def test_port_in_use_is_named(self, api: Any, fresh: Any) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as taken:
+            address = f"127.0.0.1:{taken.getsockname()[1]}"
+            with refused(api, "LLM_FAILED") as caught:
+                fresh.init({**V2, "llm.listenIpInfo": address})
+        assert address in str(caught.value)
+
+    def test_address_of_another_host(self, api: Any, fresh: Any) -> None:
+        with refused(api, "LLM_FAILED"):
+            fresh.init({**V2, "llm.listenIpInfo": "192.0.2.1:0"})
+
+
+class TestFinalize:
+    def test_port_is_free_again(self, make_local: Callable[..., Cluster]) -> None:
+        local = make_local()
+        port = local.port()
+        local.finalize()
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", port))
+
+    def test_kept_manager_refuses(self, make_local: Callable[..., Cluster]) -> None:
+        local = make_local()
+        cache = local.add_blocks()
+        manager, memory = local.manager, local.caches[cache]
+        local.finalize()
+        with refused(local.api):
+            manager.pull_blocks(local.api.BlocksCacheKey(2), memory, [0], [0])
+        with refused(local.api):
+            manager.unregister_cache(cache)
+
+    def test_exit_without_finalize_is_clean(self, engine: str) -> None:
+        code = (
+            f"import {engine} as api; d = api.LLMDataDist(api.LLMRole.MIX, 1); "
+            "d.init({'llm.EnableCacheManager': '1', 'llm.listenIpInfo': '127.0.0.1:0'})"
+        )
+        ended = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60)
+        assert (ended.returncode, ended.stderr) == (0, b"")
+
+
+class TestFork:
+    """A forked child has none of the engine's threads: it must neither hang nor crash."""
+
+    @staticmethod
+    def run(script: str, engine: str) -> str:
+        code = f"""
+import os, sys
+import {engine} as api
+
+OPTIONS = {{"llm.EnableCacheManager": "1", "llm.listenIpInfo": "127.0.0.1:0"}}
+datadist = api.LLMDataDist(api.LLMRole.MIX, 1)
+datadist.init(OPTIONS)
+
+def child(work):
+    pid = os.fork()
+    if pid == 0:
+        work()
+        sys.exit(0)  # runs the exit handlers, as a careless child does
+    print("exit", os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+
+def attempt(work):
+    try:
+        work()
+    except api.LLMException as error:
+        print(error.status_code.name, flush=True)
+{script}
+"""
+        ended = subprocess.run(
+            [sys.executable, "-W", "ignore::DeprecationWarning", "-c", code],
+            capture_output=True,
+            timeout=60,
+            check=False,
+            env=dict(os.environ),
+        )
+        assert (ended.returncode, ended.stderr) == (0, b"")
+        return ended.stdout.decode()
+
+    def test_child_cannot_use_the_engine(self, engine: str) -> None:
+        script = "child(lambda: attempt(lambda: datadist.cache_manager.unregister_cache(1)))"
+        assert self.run(script, engine).split() == ["LLM_FAILED", "exit", "0"]
+
+    def test_child_may_finalize_and_the_parent_goes_on(self, engine: str) -> None:
+        script = "child(datadist.finalize); datadist.cache_manager.unregister_cache(1)"
+        assert self.run(script, engine).split() == ["exit", "0"]
+
+    def test_child_may_initialise_its_own(self, engine: str) -> None:
+        script = """
+def work():
+    own = api.LLMDataDist(api.LLMRole.MIX, 2)
+    own.init(OPTIONS)
+    print(own.listen_port != 0)
+child(work)
+"""
+        assert self.run(script, engine).split() == ["True", "exit", "0"]

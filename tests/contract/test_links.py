@@ -1,0 +1,248 @@
+"""link_clusters and unlink_clusters."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from contract.cluster import Cluster, block_pieces, moved
+from contract.errors import refused
+from contract.peer import Peer
+
+Pair = Callable[..., tuple[Cluster, Peer]]
+MakeLocal = Callable[..., Cluster]
+MakePeer = Callable[..., Peer]
+
+
+def pull_works(local: Cluster, peer: Any, cache: int, source: int) -> bool:
+    """Pull a block that differs, and compare."""
+    local.flip_byte(cache, 0, 3)
+    before = local.dump(cache)
+    local.pull_blocks(local.api.BlocksCacheKey(peer.cluster_id), cache, [0], [0])
+    return local.dump(cache) == moved(before, peer.dump(source), block_pieces([0], [0], 64))
+
+
+class TestLinking:
+    def test_both_ends_can_pull(self, pair: Pair, remote: bool) -> None:
+        local, peer = pair(remote=remote)
+        cache, source = local.add_blocks(), peer.add_blocks(seed=100)
+        assert pull_works(local, peer, cache, source)
+        before = peer.dump(source)
+        peer.pull_blocks(local.api.BlocksCacheKey(1), source, [4], [5])
+        assert peer.dump(source) == moved(before, local.dump(cache), block_pieces([4], [5], 64))
+
+    def test_large_cluster_ids(self, make_local: MakeLocal, make_peer: MakePeer) -> None:
+        peer = make_peer(2**48 - 1)
+        local = make_local(2**64 - 1)
+        assert local.link(2**48 - 1, peer.listen_port).name == "LLM_SUCCESS"
+        cache, source = local.add_blocks(), peer.add_blocks(seed=100)
+        assert pull_works(local, peer, cache, source)
+
+    def test_second_link_is_refused(self, pair: Pair) -> None:
+        local, peer = pair()
+        assert local.link(2, peer.listen_port).name == "LLM_ALREADY_LINK"
+
+    def test_the_listening_side_has_the_link_too(self, pair: Pair) -> None:
+        local, peer = pair()
+        assert peer.link(1, local.port()).name == "LLM_ALREADY_LINK"
+
+    def test_several_clusters_in_one_call(self, make_local: MakeLocal, make_peer: MakePeer) -> None:
+        peers = [make_peer(cluster_id) for cluster_id in (2, 3, 4)]
+        local = make_local()
+        infos = [local._info(peer.cluster_id, peer.listen_port) for peer in peers]
+        closed = local._info(9, 1)
+        no_address = local.api.LLMClusterInfo()
+        no_address.remote_cluster_id = 8
+        no_address.append_local_ip_info("127.0.0.1", 1)
+        order = [infos[0], closed, infos[1], no_address, infos[2]]
+        overall, statuses = local.datadist.link_clusters(order, 20000)
+        assert [status.name for status in statuses] == [
+            "LLM_SUCCESS",
+            "LLM_LINK_FAILED",
+            "LLM_SUCCESS",
+            "LLM_PARAM_INVALID",
+            "LLM_SUCCESS",
+        ]
+        assert overall.name == "LLM_PARAM_INVALID"  # the last failure
+        overall, statuses = local.datadist.unlink_clusters(infos, 20000)
+        assert overall.name == "LLM_SUCCESS"
+
+    def test_both_sides_dial_at_once_and_one_link_results(
+        self, make_local: MakeLocal, make_peer: MakePeer
+    ) -> None:
+        peer, local = make_peer(), make_local()
+        cache, source = local.add_blocks(), peer.add_blocks(seed=100)
+        for _ in range(30):
+            peer.start("link", 1, local.port())
+            mine = local.link(2, peer.listen_port).name
+            theirs = peer.result().name
+            assert "LLM_SUCCESS" in (mine, theirs)
+            assert {mine, theirs} <= {"LLM_SUCCESS", "LLM_ALREADY_LINK"}
+            assert pull_works(local, peer, cache, source)
+            assert local.unlink(2).name == "LLM_SUCCESS"
+
+    def test_concurrent_calls_for_one_cluster(
+        self, make_local: MakeLocal, make_peer: MakePeer
+    ) -> None:
+        peer, local = make_peer(), make_local()
+        with ThreadPoolExecutor(8) as pool:
+            names = [
+                status.name
+                for status in pool.map(lambda _: local.link(2, peer.listen_port), range(8))
+            ]
+        assert names.count("LLM_SUCCESS") == 1
+        assert names.count("LLM_ALREADY_LINK") == 7
+
+    def test_pure_dialler_cannot_be_dialled_but_serves(
+        self, make_local: MakeLocal, make_peer: MakePeer
+    ) -> None:
+        peer, local = make_peer(), make_local(listen=False)
+        cache, target = local.add_blocks(seed=100), peer.add_blocks()
+        assert local.link(2, peer.listen_port).name == "LLM_SUCCESS"
+        before = peer.dump(target)
+        peer.pull_blocks(local.api.BlocksCacheKey(1), target, [4], [5])
+        assert peer.dump(target) == moved(before, local.dump(cache), block_pieces([4], [5], 64))
+
+
+class TestRefusals:
+    def test_closed_port(self, make_local: MakeLocal) -> None:
+        local = make_local()
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        assert local.link(2, port).name == "LLM_LINK_FAILED"
+        assert f"127.0.0.1:{port}" in local.link_error(2)
+        assert "refused" in local.link_error(2)
+
+    def test_silent_listener_is_left_at_the_timeout(self, make_local: MakeLocal) -> None:
+        local = make_local()
+        with socket.create_server(("127.0.0.1", 0)) as silent:
+            status = local.link(2, silent.getsockname()[1], timeout_ms=200)
+        assert status.name == "LLM_LINK_FAILED"
+        assert "in time" in local.link_error(2)
+
+    def test_other_cluster_id_at_the_address(
+        self, make_local: MakeLocal, make_peer: MakePeer
+    ) -> None:
+        peer, local = make_peer(2), make_local()
+        assert local.link(3, peer.listen_port).name == "LLM_LINK_FAILED"
+        assert "3" in local.link_error(3)
+        assert "2" in local.link_error(3)
+        assert local.link(2, peer.listen_port).name == "LLM_SUCCESS"
+
+    def test_other_mode_is_refused_on_both_sides(
+        self, make_local: MakeLocal, make_peer: MakePeer
+    ) -> None:
+        peer, local = make_peer(remote=False), make_local(remote=True)
+        assert local.link(2, peer.listen_port).name == "LLM_PARAM_INVALID"
+        assert peer.link(1, local.port()).name == "LLM_PARAM_INVALID"
+        assert "enable_remote_cache_accessible differs" in local.link_error(2)
+        assert "enable_remote_cache_accessible differs" in peer.link_error(1)
+
+    def test_same_cluster_id_on_both_sides(
+        self, make_local: MakeLocal, make_peer: MakePeer
+    ) -> None:
+        peer, local = make_peer(1), make_local(1)
+        assert local.link(1, peer.listen_port).name == "LLM_PARAM_INVALID"
+
+    def test_live_holder_of_a_cluster_id_keeps_its_link(
+        self, make_local: MakeLocal, make_peer: MakePeer
+    ) -> None:
+        first, second, local = make_peer(2), make_peer(2), make_local()
+        source = first.add_blocks(seed=100)
+        cache = local.add_blocks()
+        assert first.link(1, local.port()).name == "LLM_SUCCESS"
+        assert second.link(1, local.port()).name == "LLM_ALREADY_LINK"
+        assert pull_works(local, first, cache, source)
+
+    def test_error_is_forgotten_after_success(
+        self, make_local: MakeLocal, make_peer: MakePeer
+    ) -> None:
+        peer, local = make_peer(), make_local()
+        local.link(2, 1)
+        assert local.link_error(2) != ""
+        assert local.link(2, peer.listen_port).name == "LLM_SUCCESS"
+        assert local.link_error(2) == ""
+
+    def test_arguments(self, make_local: MakeLocal) -> None:
+        local = make_local()
+        datadist, info = local.datadist, local._info(2, 1)
+        for call in (datadist.link_clusters, datadist.unlink_clusters):
+            overall, statuses = call([])
+            assert (overall.name, statuses) == ("LLM_PARAM_INVALID", [])
+            with refused(local.api):
+                call([info], 0)
+            with pytest.raises(TypeError):
+                call([info], "1")
+            with pytest.raises(ValueError):
+                call([info], 2**31)
+            with pytest.raises(TypeError):
+                call(info)
+            with pytest.raises(TypeError):
+                call([1])
+            with pytest.raises(TypeError):
+                call([local.api.LLMClusterInfo()])
+        with pytest.raises(TypeError):
+            datadist.unlink_clusters([info], 1000, 1)
+        no_local = local.api.LLMClusterInfo()
+        no_local.remote_cluster_id = 2
+        no_local.append_remote_ip_info("127.0.0.1", 1)
+        with refused(local.api):
+            datadist.link_clusters([no_local])
+
+
+class TestUnlinking:
+    def test_pull_after_unlink_and_after_relink(self, pair: Pair, remote: bool) -> None:
+        local, peer = pair(remote=remote)
+        cache, source = local.add_blocks(), peer.add_blocks(seed=100)
+        assert local.unlink(2).name == "LLM_SUCCESS"
+        with refused(local.api, "LLM_NOT_YET_LINK"):
+            local.pull_blocks(local.api.BlocksCacheKey(2), cache, [0], [0])
+        with refused(local.api, "LLM_NOT_YET_LINK"):
+            peer.pull_blocks(local.api.BlocksCacheKey(1), source, [0], [0])
+        assert local.link(2, peer.listen_port).name == "LLM_SUCCESS"
+        assert pull_works(local, peer, cache, source)
+
+    def test_either_side_may_unlink(self, pair: Pair) -> None:
+        local, peer = pair()
+        assert peer.unlink(1).name == "LLM_SUCCESS"
+        assert local.unlink(2).name == "LLM_SUCCESS"
+        assert local.link(2, peer.listen_port).name == "LLM_SUCCESS"
+
+    def test_unlinked_cluster_unlinks_again(self, make_local: MakeLocal) -> None:
+        local = make_local()
+        assert local.unlink(2).name == "LLM_SUCCESS"
+        assert local.unlink(2, force=True).name == "LLM_SUCCESS"
+
+    def test_forced_unlink_makes_the_other_end_fail(self, pair: Pair, remote: bool) -> None:
+        local, peer = pair(remote=remote)
+        cache, source = local.add_blocks(seed=7), peer.add_blocks(seed=100)
+        assert local.unlink(2, force=True).name == "LLM_SUCCESS"
+        before = peer.dump(source)
+        with refused(local.api, "LLM_FAILED") as caught:
+            peer.pull_blocks(local.api.BlocksCacheKey(1), source, [0], [0])
+        assert "unlink_clusters(force=True)" in str(caught.value)
+        assert peer.dump(source) == before
+        assert peer.link(1, local.port()).name == "LLM_ALREADY_LINK"
+        assert peer.unlink(1, force=True).name == "LLM_SUCCESS"
+        assert peer.link(1, local.port()).name == "LLM_SUCCESS"
+        assert pull_works(local, peer, cache, source)
+
+    def test_dialling_again_replaces_what_the_listener_still_holds(self, pair: Pair) -> None:
+        local, peer = pair()
+        cache, source = local.add_blocks(), peer.add_blocks(seed=100)
+        for _ in range(20):
+            assert local.unlink(2, force=True).name == "LLM_SUCCESS"
+            assert local.link(2, peer.listen_port).name == "LLM_SUCCESS", local.link_error(2)
+        assert pull_works(local, peer, cache, source)
+
+    def test_both_sides_unlink_at_once(self, pair: Pair) -> None:
+        local, peer = pair()
+        for _ in range(30):
+            peer.start("unlink", 1)
+            mine = local.unlink(2).name
+            assert (mine, peer.result().name) == ("LLM_SUCCESS", "LLM_SUCCESS")
+            assert local.link(2, peer.listen_port).name == "LLM_SUCCESS", local.link_error(2)
