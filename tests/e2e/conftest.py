@@ -1,0 +1,90 @@
+"""Real servers for the tests of this folder; they are started once per folder and pair."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+MODEL = ROOT / ".cache" / "models" / "SmolLM2-135M-Instruct"
+sys.path.insert(0, str(ROOT / "examples" / "disaggregated_prefill"))
+sys.path.insert(0, str(Path(__file__).parent))
+
+if importlib.util.find_spec("vllm") is None:
+    collect_ignore_glob = ["test_*.py"]
+
+from flow import Pair, connector_config  # noqa: E402
+from servers import Servers, ServerSpec  # noqa: E402
+
+START_TIMEOUT_S = 400
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark everything here, and give it time: the first test of a pair starts two servers."""
+    here = Path(__file__).parent
+    for item in items:
+        if here in item.path.parents:
+            item.add_marker(pytest.mark.e2e)
+            item.add_marker(pytest.mark.timeout(START_TIMEOUT_S + 200))
+
+
+@pytest.fixture(scope="session")
+def model() -> Path:
+    """SmolLM2-135M-Instruct, made by ``make test``'s set-up."""
+    assert MODEL.is_dir(), f"{MODEL} is missing; run `make test`, which builds it"
+    return MODEL
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
+    """The servers of one test file, stopped at its end whatever happens."""
+    with Servers(tmp_path_factory.mktemp("logs")) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def start_pair(servers: Servers, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Pair]:
+    """Start a P and a D of one model, with options for each side."""
+
+    def start(
+        model: Path,
+        arguments: tuple[str, ...] = (),
+        prefill: dict[str, Any] | None = None,
+        decode: dict[str, Any] | None = None,
+        prefill_arguments: tuple[str, ...] = (),
+        decode_arguments: tuple[str, ...] = (),
+        environment: dict[str, str] | None = None,
+    ) -> Pair:
+        digest_dir = tmp_path_factory.mktemp("digests")
+        specs = [
+            ServerSpec(
+                name,
+                model,
+                connector_config(role, kv_digest=str(digest_dir), **(options or {})),
+                arguments=(*arguments, *own),
+                environment=environment or {},
+            )
+            for name, role, options, own in (
+                ("prefill", "kv_producer", prefill, prefill_arguments),
+                ("decode", "kv_consumer", decode, decode_arguments),
+            )
+        ]
+        started = [servers.start(spec) for spec in specs]
+        servers.wait_ready(START_TIMEOUT_S)
+        return Pair(started[0], started[1], digest_dir)
+
+    return start
+
+
+def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 60.0) -> None:
+    """Poll a condition of another process; fail with ``what`` when it does not come."""
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline_s, f"not within {timeout_s:.0f} s: {what}"
+        time.sleep(0.05)
