@@ -43,6 +43,16 @@ Frame expect(int fd, MessageType type, const WaitLimit& limit) {
   return frame;
 }
 
+// A peer that has refused meanwhile has left its reason to be read.
+void send_or_learn(int fd, MessageType type, const Bytes& payload, const WaitLimit& limit) {
+  try {
+    send_frame(fd, type, payload, limit);
+  } catch (const Error&) {
+    expect(fd, MessageType::kReject, limit);
+    throw;
+  }
+}
+
 // The peer learns the reason if it still listens; this side's own error is the one that counts.
 void try_reject(int fd, Status status, const std::string& text, const WaitLimit& limit) {
   try {
@@ -118,7 +128,7 @@ Welcome exchange_hello(const Identity& self, const DialTarget& target, int tcp,
 
 void exchange_verdict(int socket, const WaitLimit& limit, const std::function<void()>& confirm) {
   confirm();
-  send_frame(socket, MessageType::kVerdict, Outcome{}.encode(), limit);
+  send_or_learn(socket, MessageType::kVerdict, Outcome{}.encode(), limit);
   Outcome verdict = Outcome::decode(expect(socket, MessageType::kVerdict, limit).payload);
   if (verdict.status != Status::kSuccess) {
     throw Error(verdict.failure(), "the peer refused: " + verdict.text);
@@ -131,8 +141,8 @@ Greeted greet_listener_checked(const Identity& self, const Prober& prober, const
   Welcome welcome = exchange_hello(self, target, tcp, limit);
   UniqueFd socket = dial_peer_socket(self, welcome, limit);
   PeerProcess process = identify_peer(socket.get());
-  send_frame(socket.get(), MessageType::kIntroduce, introduction(self, welcome.token).encode(),
-             limit);
+  send_or_learn(socket.get(), MessageType::kIntroduce, introduction(self, welcome.token).encode(),
+                limit);
   Introduce peer = Introduce::decode(expect(socket.get(), MessageType::kIntroduce, limit).payload);
   or_reject(socket.get(), limit, [&] {
     prober.probe(process.pid, peer.nonce_addr, peer.nonce);
@@ -163,13 +173,15 @@ Visitor receive_visitor(const Rendezvous& rendezvous, const Nonce& token, int tc
                         const WaitLimit& limit) {
   UniqueFd socket = await_dialer(rendezvous, tcp, limit);
   if (!socket) throw Error(Status::kLinkFailed, "the peer left before it was accepted");
-  PeerProcess process = identify_peer(socket.get());
-  Introduce introduce =
-      Introduce::decode(expect(socket.get(), MessageType::kIntroduce, limit).payload);
-  if (introduce.token != token) {
-    throw Error(Status::kLinkFailed, "another process came to the socket of this handshake");
-  }
-  return {std::move(socket), std::move(process), introduce};
+  return or_reject(socket.get(), limit, [&]() -> Visitor {
+    PeerProcess process = identify_peer(socket.get());
+    Introduce introduce =
+        Introduce::decode(expect(socket.get(), MessageType::kIntroduce, limit).payload);
+    if (introduce.token != token) {
+      throw Error(Status::kLinkFailed, "another process came to the socket of this handshake");
+    }
+    return {std::move(socket), std::move(process), introduce};
+  });
 }
 
 Hello receive_hello(const Identity& self, int tcp, int stop_fd, uint64_t& claimed_cluster_id) {

@@ -52,8 +52,11 @@ class Cluster:
         remote: bool = True,
         listen: bool = True,
         timeout_ms: int = 20000,
+        user: int | None = None,
     ) -> None:
         self.api: Any = importlib.import_module(api)
+        if user is not None:
+            os.setuid(user)
         config = self.api.LLMConfig()
         config.enable_cache_manager = True
         config.enable_remote_cache_accessible = remote
@@ -137,6 +140,18 @@ class Cluster:
         )
         return self._keep(cache, memory)
 
+    def register_unmapped(self, *, model_id: int) -> int:
+        """Register a blocks cache like `add_blocks`, whose memory is gone."""
+        gone = mmap.mmap(-1, 16 * 64)
+        addr = ctypes.addressof(ctypes.c_char.from_buffer(gone))
+        gone.close()
+        cache = self.manager.register_blocks_cache(
+            self._desc(4, 16, 64, False),
+            [addr] * 4,
+            self.api.BlocksCacheKey(self.datadist.cluster_id, model_id),
+        )
+        return self._keep(cache, [])
+
     def unregister(self, cache_id: int) -> None:
         self.manager.unregister_cache(cache_id)
 
@@ -167,6 +182,10 @@ class Cluster:
 
     def link_error(self, cluster_id: int) -> str:
         return str(self.datadist.last_link_error(cluster_id))
+
+    def inject_probe_errno(self, error: int) -> None:
+        """Host engine: let its next probes of a peer fail."""
+        self.datadist._require().engine.inject_probe_errno(error)
 
     # Transfers.
 

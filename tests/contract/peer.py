@@ -23,14 +23,13 @@ class Peer:
     cluster_id: int
     listen_port: int
 
-    def __init__(self, user: int | None = None) -> None:
+    def __init__(self) -> None:
         self._pipe, theirs = Pipe()
         tests = str(Path(__file__).resolve().parents[1])
         self._process = subprocess.Popen(
             [sys.executable, "-m", "contract.peer", str(theirs.fileno())],
             pass_fds=[theirs.fileno()],
             env={**os.environ, "PYTHONPATH": os.pathsep.join([tests, *filter(None, sys.path)])},
-            user=user,
         )
         theirs.close()
 
