@@ -13,6 +13,7 @@ from fakes.builders import (
     make_ticket,
     make_welcome,
 )
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -349,3 +350,4 @@ class LossyConversation(RuleBasedStateMachine):
 
 
 TestLossyConversation = LossyConversation.TestCase
+TestLossyConversation.settings = settings(max_examples=40)

@@ -1,0 +1,253 @@
+"""``LeaseTable``: every lease ends once, by its own deadline, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    Bundle,
+    RuleBasedStateMachine,
+    consumes,
+    invariant,
+    multiple,
+    rule,
+)
+
+from vllm_llmdd_connector.scheduler.lease import Lease, LeaseEnd, LeaseTable
+
+LEASE_S, MAX_LEASE_S = 10.0, 35.0
+
+
+@pytest.fixture
+def table() -> LeaseTable:
+    return LeaseTable(LEASE_S, MAX_LEASE_S, num_ranks=2)
+
+
+def open_lease(table: LeaseTable, request_id: str = "p", now_s: float = 0.0) -> Lease:
+    return table.open(request_id, "secret", "hash", [[1, 2, 3]], 3, now_s)
+
+
+def claim(table: LeaseTable, lease: Lease, claim_id: int, now_s: float = 0.0) -> Lease | str:
+    return table.claim(lease.production, "secret", "hash", claim_id, now_s)
+
+
+class TestDeadlines:
+    def test_unclaimed_lease_expires_after_lease_s(self, table: LeaseTable) -> None:
+        lease = open_lease(table)
+        assert table.take_ended(LEASE_S - 0.01) == []
+        assert table.take_ended(LEASE_S) == [lease]
+        assert lease.end is LeaseEnd.EXPIRED
+        assert table.take_ended(2 * LEASE_S) == []
+
+    def test_claim_and_renewal_extend_from_now(self, table: LeaseTable) -> None:
+        lease = open_lease(table)
+        claim(table, lease, 1, 9.0)
+        assert table.take_ended(18.9) == []
+        assert table.renew(1, 18.9)
+        assert table.take_ended(28.8) == []
+        assert table.take_ended(28.9) == [lease]
+
+    def test_renewals_end_at_the_bound(self, table: LeaseTable) -> None:
+        lease = open_lease(table)
+        claim(table, lease, 1, 0.0)
+        for now_s in range(1, int(MAX_LEASE_S)):
+            assert table.renew(1, float(now_s))
+            assert table.take_ended(float(now_s)) == []
+        assert table.take_ended(MAX_LEASE_S) == [lease]
+        assert not table.renew(1, MAX_LEASE_S)
+
+    def test_bound_below_lease_s_counts_for_the_unclaimed_too(self) -> None:
+        table = LeaseTable(10.0, 4.0, num_ranks=1)
+        lease = open_lease(table)
+        assert table.take_ended(4.0) == [lease]
+
+    def test_one_renewed_lease_does_not_delay_another(self, table: LeaseTable) -> None:
+        first, second = open_lease(table, "first"), open_lease(table, "second")
+        claim(table, first, 1, 5.0)
+        assert table.take_ended(10.0) == [second]
+
+    def test_abandoned_claim_ends_the_lease_when_the_live_one_is_closed(
+        self, table: LeaseTable
+    ) -> None:
+        """Claim 1 was last heard of long ago; only claim 2 kept the lease."""
+        lease = open_lease(table)
+        claim(table, lease, 1, 0.0)
+        claim(table, lease, 2, 9.0)
+        table.drop(lease.production, "secret", 2)
+        assert table.take_ended(11.0) == [lease]
+
+
+class TestRelease:
+    def test_all_ranks_of_the_only_claim_end_the_lease(self, table: LeaseTable) -> None:
+        lease = open_lease(table)
+        claim(table, lease, 1)
+        table.released_by_ranks(1, 1)
+        assert table.take_ended(1.0) == []
+        table.released_by_ranks(1, 1)
+        assert table.take_ended(1.0) == [lease]
+        assert lease.end is LeaseEnd.RELEASED
+
+    def test_first_of_several_claims_does_not_end_it(self, table: LeaseTable) -> None:
+        lease = open_lease(table)
+        claim(table, lease, 1)
+        claim(table, lease, 2)
+        table.released_by_ranks(1, 2)
+        assert table.take_ended(1.0) == []
+        table.released_by_ranks(2, 2)
+        assert table.take_ended(1.0) == [lease]
+
+    def test_repeated_claim_does_not_forget_a_rank(self, table: LeaseTable) -> None:
+        lease = open_lease(table)
+        claim(table, lease, 1)
+        table.released_by_ranks(1, 1)
+        claim(table, lease, 1)
+        table.released_by_ranks(1, 1)
+        assert table.take_ended(1.0) == [lease]
+
+    def test_drop_of_an_unclaimed_lease_ends_it(self, table: LeaseTable) -> None:
+        lease = open_lease(table)
+        table.drop(lease.production, "secret", 99)
+        assert table.take_ended(0.0) == [lease]
+
+    def test_drop_of_one_claim_leaves_the_other(self, table: LeaseTable) -> None:
+        lease = open_lease(table)
+        claim(table, lease, 1)
+        claim(table, lease, 2)
+        table.drop(lease.production, "secret", 1)
+        assert table.take_ended(0.0) == []
+        assert table.renew(2, 1.0)
+        assert not table.renew(1, 1.0)
+
+    def test_release_of_an_unknown_claim_is_ignored(self, table: LeaseTable) -> None:
+        open_lease(table)
+        table.released_by_ranks(5, 2)
+        assert table.take_ended(0.0) == []
+
+
+class TestRefusal:
+    def test_wrong_secret_hash_or_number_is_refused_in_words(self, table: LeaseTable) -> None:
+        lease = open_lease(table)
+        number = lease.production
+        assert "no longer holds" in str(table.claim(number, "guess", "hash", 1, 0.0))
+        assert "no longer holds" in str(table.claim(number + 1, "secret", "hash", 1, 0.0))
+        assert "prompt differs" in str(table.claim(number, "secret", "other", 1, 0.0))
+
+    def test_claim_id_of_another_lease_is_refused(self, table: LeaseTable) -> None:
+        first, second = open_lease(table, "first"), open_lease(table, "second")
+        claim(table, first, 1)
+        assert "in use" in str(claim(table, second, 1))
+
+    def test_drop_with_a_wrong_secret_is_ignored(self, table: LeaseTable) -> None:
+        lease = open_lease(table)
+        table.drop(lease.production, "guess", 1)
+        assert table.take_ended(0.0) == []
+
+
+def test_forgotten_lease_gives_its_blocks_back_once(table: LeaseTable) -> None:
+    lease = open_lease(table)
+    claim(table, lease, 1)
+    assert table.num_held_blocks == 3
+    assert table.forget("p") is lease
+    assert table.forget("p") is None
+    assert (len(table), table.num_held_blocks) == (0, 0)
+    assert not table.renew(1, 0.0)
+    assert table.take_ended(100.0) == []
+
+
+class Leases(RuleBasedStateMachine):
+    """Any order of events; the model keeps only what the table's promises speak of."""
+
+    open_leases = Bundle("open_leases")
+    ended_leases = Bundle("ended_leases")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = LeaseTable(LEASE_S, MAX_LEASE_S, num_ranks=2)
+        self.now_s = 0.0
+        self.opened: dict[str, Lease] = {}
+        self.ended: set[int] = set()
+        self.last_sign_s: dict[int, float] = {}
+
+    @rule(target=open_leases, num_blocks=st.integers(1, 5))
+    def open(self, num_blocks: int) -> str:
+        request_id = f"request{self.table.last_production}"
+        blocks = [list(range(1, num_blocks + 1))]
+        lease = self.table.open(request_id, "secret", "hash", blocks, num_blocks, self.now_s)
+        self.opened[request_id] = lease
+        self.last_sign_s[lease.production] = self.now_s
+        return request_id
+
+    @rule(request_id=open_leases, claim_id=st.integers(1, 6))
+    def claim(self, request_id: str, claim_id: int) -> None:
+        lease = self.opened.get(request_id)
+        if lease is not None and not isinstance(
+            claim(self.table, lease, claim_id, self.now_s), str
+        ):
+            assert lease.end is None
+            self.last_sign_s[lease.production] = self.now_s
+
+    @rule(claim_id=st.integers(1, 6))
+    def renew(self, claim_id: int) -> None:
+        holders = [lease for lease in self.opened.values() if claim_id in lease.claims]
+        renewed = self.table.renew(claim_id, self.now_s)
+        assert renewed == bool(holders)
+        for lease in holders:
+            self.last_sign_s[lease.production] = self.now_s
+
+    @rule(request_id=open_leases, claim_id=st.integers(1, 6))
+    def drop(self, request_id: str, claim_id: int) -> None:
+        lease = self.opened.get(request_id)
+        if lease is not None:
+            self.table.drop(lease.production, "secret", claim_id)
+
+    @rule(claim_id=st.integers(1, 6), num_ranks=st.integers(1, 2))
+    def release(self, claim_id: int, num_ranks: int) -> None:
+        self.table.released_by_ranks(claim_id, num_ranks)
+
+    @rule(target=ended_leases, seconds=st.floats(0.0, 12.0))
+    def step(self, seconds: float) -> object:
+        self.now_s += seconds
+        ended = self.table.take_ended(self.now_s)
+        for lease in ended:
+            assert lease.production not in self.ended, "a lease ended twice"
+            assert lease.end is not None
+            self.ended.add(lease.production)
+        return multiple(*(lease.request_id for lease in ended))
+
+    @rule(request_id=consumes(ended_leases))
+    def vllm_frees(self, request_id: str) -> None:
+        assert self.table.forget(request_id) is self.opened.pop(request_id)
+
+    @invariant()
+    def held_blocks_are_those_of_all_leases_vllm_has_not_freed(self) -> None:
+        held = sum(lease.num_held_blocks for lease in self.opened.values())
+        assert self.table.num_held_blocks == held
+        assert len(self.table) == len(self.opened)
+
+    @invariant()
+    def no_claim_outlives_its_lease(self) -> None:
+        for lease in self.opened.values():
+            assert lease.end is None or not lease.claims
+
+    @invariant()
+    def live_leases_have_had_a_sign_of_life_and_respect_the_bound(self) -> None:
+        for lease in self.opened.values():
+            if lease.end is None:
+                assert lease.deadline_s <= self.last_sign_s[lease.production] + LEASE_S
+                assert lease.deadline_s <= lease.opened_s + MAX_LEASE_S
+
+    def teardown(self) -> None:
+        """Whatever happened, after the bound no lease is left that did not end once."""
+        self.now_s += MAX_LEASE_S
+        self.step(0.0)
+        assert {lease.production for lease in self.opened.values()} <= self.ended
+        for request_id in list(self.opened):
+            self.vllm_frees(request_id)
+        assert (len(self.table), self.table.num_held_blocks) == (0, 0)
+        assert not self.table._claims
+        assert not self.table._by_request
+
+
+TestLeases = Leases.TestCase
+TestLeases.settings = settings(max_examples=40)
