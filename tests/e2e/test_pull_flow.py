@@ -159,7 +159,8 @@ def test_list_of_two_prompts_gives_each_its_own_text(pair: Pair) -> None:
 
 
 def test_two_choices_of_one_prompt_are_both_right(pair: Pair) -> None:
-    body = {"prompt": prompt_of(300, 60), "max_tokens": 4, "logprobs": 2, "n": 2, "temperature": 1, "top_k": 1}
+    sampling = {"temperature": 1, "top_k": 1, "n": 2}
+    body = {"prompt": prompt_of(300, 60), "max_tokens": 4, "logprobs": 2} | sampling
     got = pair.run(**body)
     reference = pair.reference(prompt=body["prompt"], max_tokens=4, logprobs=2)
     assert len(got["choices"]) == 2
