@@ -121,9 +121,25 @@ Frame Link::call(MessageType request, const Bytes& payload, const Deadline& dead
     fail("the peer did not answer in time");
     throw Error(Status::kTimeout, identity(cluster_id_) + "the peer did not answer in time");
   }
-  if (pending->reply->type != MessageType::kFailure) return std::move(*pending->reply);
-  Outcome outcome = Outcome::decode(pending->reply->payload);
-  throw Error(outcome.failure(), identity(cluster_id_) + outcome.text);
+  lock.unlock();
+  try {
+    return checked_reply(request, std::move(*pending->reply));
+  } catch (const WireError& error) {
+    fail(error.what());
+    throw Error(Status::kFailed, identity(cluster_id_) + error.what());
+  }
+}
+
+Frame Link::checked_reply(MessageType request, Frame reply) const {
+  if (reply.type == MessageType::kFailure) {
+    Outcome outcome = Outcome::decode(reply.payload);
+    throw Error(outcome.failure(), identity(cluster_id_) + outcome.text);
+  }
+  if (reply.type != reply_to(request)) {
+    throw WireError("the answer is of message type " + std::to_string(int(reply.type)) +
+                    ", not of type " + std::to_string(int(reply_to(request))));
+  }
+  return reply;
 }
 
 void Link::reply(MessageType type, uint64_t call_id, const Bytes& payload) {

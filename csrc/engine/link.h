@@ -85,6 +85,7 @@ class Link {
   bool end(State state, const std::string& reason);
   void hang_up();
   void throw_if_ended_locked() const;
+  Frame checked_reply(MessageType request, Frame reply) const;
 
   const uint64_t cluster_id_;
   const UniqueFd socket_;

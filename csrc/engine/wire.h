@@ -50,6 +50,10 @@ enum class MessageType : uint16_t {
   kFailure = 24,  // status and sentence
 };
 
+constexpr MessageType reply_to(MessageType request) {
+  return static_cast<MessageType>(static_cast<uint16_t>(request) + 1);
+}
+
 struct FrameHeader {
   MessageType type = MessageType::kFailure;
   uint32_t payload_bytes = 0;

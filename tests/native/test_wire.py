@@ -1,0 +1,92 @@
+"""Decoding: what is well formed comes back unchanged, anything else is refused."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from native import wire
+from vllm_llmdd_connector.datadist._engine import EngineError, testing
+
+GOOD = {
+    wire.HELLO: wire.hello(1, 2, remote=True),
+    wire.WELCOME: wire.welcome(1, b"/tmp/x", remote=False),
+    wire.REJECT: wire.outcome(5, b"why"),
+    wire.INTRODUCE: wire.introduce(b"t" * 16, b"n" * 16, 4096),
+    wire.VERDICT: wire.outcome(0),
+    wire.RESOLVE: wire.ref(2, 0, 7),
+    wire.RESOLVED: wire.resolved([4096, 8192]),
+    wire.FINISH: bytes(8),
+    wire.PUSH: wire.push(wire.ref(2), 64, [4096], [(0, 1, 2), (5, 6, 7)]),
+    wire.FAILURE: wire.outcome(5, b"why"),
+}
+KINDS = sorted(GOOD)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_good_message_comes_back_unchanged(kind: int) -> None:
+    assert testing.recode(kind, GOOD[kind]) == GOOD[kind]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_shorter_or_longer_message_is_refused(kind: int) -> None:
+    good = GOOD[kind]
+    for size in range(len(good)):
+        with pytest.raises(EngineError):
+            testing.recode(kind, good[:size])
+    with pytest.raises(EngineError, match="too many"):
+        testing.recode(kind, good + b"\0")
+
+
+@given(kind=st.sampled_from(KINDS), payload=st.binary(max_size=200))
+def test_random_bytes_are_refused_or_well_formed(kind: int, payload: bytes) -> None:
+    try:
+        again = testing.recode(kind, payload)
+    except EngineError:
+        return
+    assert testing.recode(kind, again) == again
+
+
+@given(kind=st.sampled_from(KINDS), data=st.data())
+def test_changed_bytes_are_refused_or_well_formed(kind: int, data: st.DataObject) -> None:
+    changed = bytearray(GOOD[kind])
+    for _ in range(data.draw(st.integers(1, 4))):
+        changed[data.draw(st.integers(0, len(changed) - 1))] = data.draw(st.integers(0, 255))
+    try:
+        again = testing.recode(kind, bytes(changed))
+    except EngineError:
+        return
+    assert testing.recode(kind, again) == again
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        wire.resolved([4096], rows=0),
+        wire.resolved([4096], row=16),
+        wire.resolved([4096], stride=0),
+        wire.resolved([4096], rows=2**40, stride=2**40),
+    ],
+)
+def test_cache_that_cannot_exist_is_refused(payload: bytes) -> None:
+    with pytest.raises(EngineError, match="cannot exist"):
+        testing.recode(wire.RESOLVED, payload)
+
+
+class TestHeader:
+    def test_fields(self) -> None:
+        data = wire.frame(wire.PUSH, b"xyz", 77)[:24]
+        assert testing.decode_header(data, 100) == (wire.PUSH, 3, 77)
+
+    def test_other_magic(self) -> None:
+        with pytest.raises(EngineError, match="not from an LLM-DataDist engine"):
+            testing.decode_header(wire.frame(1, magic=1), 100)
+
+    def test_other_version_names_both(self) -> None:
+        with pytest.raises(EngineError, match="local 1, peer has 2"):
+            testing.decode_header(wire.frame(1, version=2), 100)
+
+    def test_oversized_payload(self) -> None:
+        with pytest.raises(EngineError, match="over the limit of 100"):
+            testing.decode_header(wire.frame(1, size=101), 100)

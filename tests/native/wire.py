@@ -1,0 +1,67 @@
+"""The engine's wire format, written a second time from its description in csrc/engine/wire.h."""
+
+from __future__ import annotations
+
+import struct
+
+from vllm_llmdd_connector.datadist._engine import testing
+
+HELLO, WELCOME, REJECT, INTRODUCE, VERDICT = 1, 2, 3, 4, 5
+RESOLVE, RESOLVED, FINISH, FINISHED, PUSH, PUSHED = 16, 17, 18, 19, 20, 21
+UNLINK, UNLINKED, FAILURE = 22, 23, 24
+HEADER = struct.Struct("<IHHIIQ")
+
+
+def frame(
+    kind: int,
+    payload: bytes = b"",
+    call_id: int = 0,
+    *,
+    magic: int = testing.WIRE_MAGIC,
+    version: int = testing.WIRE_VERSION,
+    size: int | None = None,
+) -> bytes:
+    length = len(payload) if size is None else size
+    return HEADER.pack(magic, version, kind, length, 0, call_id) + payload
+
+
+def text(value: bytes) -> bytes:
+    return struct.pack("<H", len(value)) + value
+
+
+def host() -> bytes:
+    return text(b"boot") + struct.pack("<QI", 1, 2)
+
+
+def hello(cluster_id: int, wanted: int, *, remote: bool, timeout_ms: int = 5000) -> bytes:
+    return struct.pack("<QQBI", cluster_id, wanted, remote, timeout_ms) + host()
+
+
+def welcome(cluster_id: int, path: bytes, *, remote: bool) -> bytes:
+    return struct.pack("<QB", cluster_id, remote) + host() + text(path) + bytes(16)
+
+
+def outcome(status: int, reason: bytes = b"") -> bytes:
+    return struct.pack("<I", status) + text(reason)
+
+
+def introduce(token: bytes, nonce: bytes, nonce_addr: int) -> bytes:
+    return token + nonce + struct.pack("<Q", nonce_addr)
+
+
+def ref(kind: int, number: int = 0, model_id: int = 0, row: int = 0) -> bytes:
+    return struct.pack("<BQQQ", kind, number, model_id, row)
+
+
+def u64_list(values: list[int]) -> bytes:
+    return struct.pack(f"<I{len(values)}Q", len(values), *values)
+
+
+def resolved(addrs: list[int], *, rows: int = 16, stride: int = 64, row: int = 0) -> bytes:
+    return struct.pack("<QQQQBBB", 1, row, rows, stride, 1, 1, 0) + u64_list(addrs)
+
+
+def push(target: bytes, stride: int, addrs: list[int], runs: list[tuple[int, int, int]]) -> bytes:
+    head = target + struct.pack("<QIBQQI", stride, 1000, 0, 0, 0, 2) + u64_list(addrs)
+    packed = b"".join(struct.pack("<3Q", *run) for run in runs)
+    return head + struct.pack("<I", len(runs)) + packed
