@@ -7,12 +7,16 @@ import os
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from fakes.clock import FakeClock
 
 if TYPE_CHECKING:
+    from fakes.fake_datadist import FakeDataDist
     from harness import Engine
+    from pairs import Pair
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
@@ -61,3 +65,27 @@ def make_engine(tmp_path: Path) -> Iterator[Callable[..., Engine]]:
     yield make
     for engine in engines:
         engine.close()
+
+
+@pytest.fixture
+def make_pair(
+    datadist: FakeDataDist,
+    make_engine: Callable[..., Engine],
+    monkeypatch: pytest.MonkeyPatch,
+) -> Callable[..., Pair]:
+    """Build P and D from common ``EngineSpec`` fields, and from ``p`` and ``d`` for one of them."""
+    from pairs import CONNECTOR, Pair
+
+    scheduler_time = "vllm_llmdd_connector.scheduler.scheduler.time"
+
+    def make(
+        p: dict[str, Any] | None = None, d: dict[str, Any] | None = None, **fields: Any
+    ) -> Pair:
+        clock = FakeClock()
+        with monkeypatch.context() as patch:
+            patch.setattr(scheduler_time, SimpleNamespace(monotonic=clock))
+            producer = make_engine(**CONNECTOR | {"role": "kv_producer"} | fields | (p or {}))
+        consumer = make_engine(**CONNECTOR | {"role": "kv_consumer"} | fields | (d or {}))
+        return Pair(producer, consumer, datadist, clock)
+
+    return make

@@ -128,7 +128,7 @@ def _model_config(spec: EngineSpec, directory: Path) -> ModelConfig:
                 "num_attention_heads": spec.num_kv_heads,
                 "num_key_value_heads": spec.num_kv_heads,
                 "vocab_size": spec.model.vocab_size,
-                "max_position_embeddings": spec.max_model_len,
+                "max_position_embeddings": 4096,
                 "torch_dtype": "bfloat16",
             }
         )

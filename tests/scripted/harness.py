@@ -25,6 +25,9 @@ from vllm.v1.engine import core as engine_core
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.request import Request
 
+PATIENCE_S = 20.0
+"""Longest wait for something that another thread does."""
+
 __all__ = ["Engine", "EngineSpec", "KVModel", "Mismatch", "Result", "run_until"]
 
 
@@ -54,6 +57,7 @@ class Engine(EngineBlocks):
         self.connector_stats: list[Mapping[str, Any]] = []
         self.on_idle: Callable[[], None] = lambda: time.sleep(0.001)
         self.steps = 0
+        self.steps_with_tokens = 0
         self._next_id = 0
         with fixed_hash_seed(), _no_process_tuning():
             self.core = EngineCore(
@@ -163,6 +167,7 @@ class Engine(EngineBlocks):
             if stats:
                 self.connector_stats.append(stats)
         self.core.post_step(executed)
+        self.steps_with_tokens += bool(executed)
         if not executed and self.scheduler.has_requests():
             self.on_idle()
         return bool(executed)
@@ -209,12 +214,15 @@ def _no_process_tuning() -> Iterator[None]:
 
 
 def run_until(predicate: Callable[[], bool], *engines: Engine, max_steps: int = 500) -> None:
-    """Step engines in turn until the predicate holds; fail after ``max_steps`` turns."""
-    for _ in range(max_steps):
-        if predicate():
-            return
-        for engine in engines:
-            engine.step()
-    if not predicate():
-        state = " | ".join(engine.describe() for engine in engines)
-        raise AssertionError(f"not reached within {max_steps} steps: {state}")
+    """Step engines in turn until the predicate holds.
+
+    Fails after ``max_steps`` turns in which tokens were scheduled, or when ``PATIENCE_S`` have
+    passed, so that a slow machine gets as many idle turns as it needs for answers of a peer.
+    """
+    deadline_s, busy = time.monotonic() + PATIENCE_S, 0
+    while not predicate():
+        if busy >= max_steps or time.monotonic() > deadline_s:
+            state = " | ".join(engine.describe() for engine in engines)
+            raise AssertionError(f"not reached within {busy} steps: {state}")
+        turns = [engine.step() for engine in engines]
+        busy += any(turns)

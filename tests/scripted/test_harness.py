@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import vllm
 from harness import Engine, Result, run_until
+from pairs import prompt_of
 
 VERSION = tuple(int(part) for part in vllm.__version__.split(".")[:2])
 LOOPBACK = {"connector": "LoopbackConnector", "module_path": "loopback_connector"}
@@ -20,10 +21,6 @@ PAIRS: dict[str, dict[str, Any]] = {
 }
 
 MakeEngine = Callable[..., Engine]
-
-
-def prompt_of(length: int, seed: int = 1) -> list[int]:
-    return [(seed * 131 + 17 * i * i + i) % 1000 for i in range(length)]
 
 
 def prefill(engine: Engine, prompt: list[int], **options: Any) -> Result:
