@@ -108,7 +108,7 @@ class TestRefusal:
         params = decode_params()
         for _ in range(data.draw(st.integers(1, 3))):
             where = params if data.draw(st.booleans()) else params.get("llmdd")
-            if isinstance(where, dict):
+            if isinstance(where, dict) and where:
                 where[data.draw(st.sampled_from(sorted(where)))] = data.draw(json_values)
         try:
             ticket = read_ticket(params)

@@ -203,9 +203,9 @@ def _joined_rows(stride: int, parts: Sequence[_Part]) -> list[Region]:
     regions: list[Region] = []
     row: list[_Part] = []
     filled = 0
-    for part in sorted(parts, key=lambda part: part.base):
-        if row and part.base == row[-1].base:
-            continue
+    # Layers that share their KV count once, wherever in the row they are; the first one names it.
+    distinct = {part.base: part for part in reversed(parts)}
+    for part in sorted(distinct.values(), key=lambda part: part.base):
         if row and part.base != row[0].base + filled:
             break
         row.append(part)
