@@ -12,6 +12,7 @@ the connection; vLLM takes that as an abort.
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import logging
 import os
@@ -133,12 +134,14 @@ class Legs:
 
     async def _try(self, backend: Backend, body: Body, limit_s: float | None) -> Answer | str:
         """Return the answer, or why no connection was made."""
-        url = backend.url + self.path
+        # From a file: aiohttp sends it in parts, while bytes of a long prompt would block the loop.
+        data = io.BytesIO(json.dumps(body).encode())
+        headers = {**self.headers, "Content-Type": "application/json"}
         try:
             async with asyncio.timeout(limit_s):
-                return Answer(
-                    backend, await self.session.post(url, json=body, headers=self.headers)
-                )
+                url = backend.url + self.path
+                response = await self.session.post(url, data=data, headers=headers)
+                return Answer(backend, response)
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
             return describe(error)
         except TimeoutError as error:

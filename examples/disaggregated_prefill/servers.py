@@ -64,11 +64,12 @@ class ServerSpec:
     port: int = 0
     arguments: Sequence[str] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
+    dtype: str = "bfloat16"
 
     def command(self, port: int) -> list[str]:
         vllm = str(Path(sys.executable).with_name("vllm"))
         words = [vllm, "serve", str(self.model), "--host", "127.0.0.1", "--port", str(port)]
-        words += ["--dtype", "bfloat16", "--enforce-eager"]
+        words += ["--dtype", self.dtype, "--enforce-eager"]
         if self.kv_transfer_config is not None:
             words += ["--kv-transfer-config", json.dumps(dict(self.kv_transfer_config))]
         return [*words, *self.arguments]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from aiohttp import web
 from fake_vllm import PARAMS, PIECES, Body, answer_with, cluster, hang
 
 
@@ -141,9 +142,7 @@ class TestStream:
         async with cluster() as c:
             gate = asyncio.Event()
 
-            async def slow(request, body):  # type: ignore[no-untyped-def]
-                from aiohttp import web
-
+            async def slow(request: web.Request, body: Body) -> web.StreamResponse:
                 response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
                 await response.prepare(request)
                 await response.write(PIECES[0])
@@ -181,9 +180,7 @@ class TestClientDisconnect:
     async def test_a_client_that_leaves_mid_stream_ends_decode(self) -> None:
         async with cluster() as c:
 
-            async def endless(request, body):  # type: ignore[no-untyped-def]
-                from aiohttp import web
-
+            async def endless(request: web.Request, body: Body) -> web.StreamResponse:
                 response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
                 await response.prepare(request)
                 while True:
