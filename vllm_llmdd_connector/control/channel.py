@@ -226,6 +226,9 @@ class Dialer:
         return lost
 
     def close(self) -> None:
+        """Drop the connection and what was not sent; idempotent."""
+        if self.socket.closed:
+            return
         self.socket.disable_monitor()
         self.monitor.close(linger=0)
         self.socket.close()
