@@ -2,9 +2,11 @@
 
 #include <fcntl.h>
 #include <poll.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <array>
+#include <cerrno>
 
 #include "common/log.h"
 #include "engine/rendezvous.h"
@@ -96,6 +98,9 @@ std::string unreachable_sentence(const Identity& self, const Welcome& welcome, c
   if (self.host.boot_id != welcome.host.boot_id) {
     return socket +
            "the peer runs on another host, and this engine only links processes of one host";
+  }
+  if (::access(welcome.socket_path.c_str(), F_OK) != 0 && errno == EACCES) {
+    return socket + "it belongs to another user; run both processes as the same user";
   }
   return socket +
          "the processes share a kernel but not this directory; let both containers mount one "

@@ -103,7 +103,7 @@ void HostEngine::greet(UniqueFd tcp) {
     greet_dialer(identity_, prober_, std::move(tcp), stop_.fd(), cluster_id,
                  [this](Greeted greeted) { file(std::move(greeted)); });
   } catch (const std::exception& error) {
-    note_link_error(cluster_id, error.what());
+    note_link_error(cluster_id, error.what(), false);
   }
 }
 
@@ -134,8 +134,9 @@ Status HostEngine::dial(const DialTarget& target, int64_t timeout_ms) {
   try {
     dial_checked(target, {Deadline::after_ms(timeout_ms), stop_.fd()});
   } catch (const Error& error) {
-    note_link_error(target.cluster_id, "linking to " + target.ip + ":" +
-                                           std::to_string(target.port) + ": " + error.what());
+    note_link_error(
+        target.cluster_id,
+        "linking to " + target.ip + ":" + std::to_string(target.port) + ": " + error.what(), true);
     return link_status(error.status());
   }
   note_linked(target.cluster_id, "linked");
@@ -167,7 +168,7 @@ Status HostEngine::unlink_one(uint64_t cluster_id, int64_t timeout_ms, bool forc
       link->call(MessageType::kUnlink, {}, Deadline::after_ms(timeout_ms));
     } catch (const Error& error) {
       if (links_.find(cluster_id) != link) return Status::kSuccess;  // the peer was faster
-      note_link_error(cluster_id, std::string("unlinking: ") + error.what());
+      note_link_error(cluster_id, std::string("unlinking: ") + error.what(), true);
       return Status::kUnlinkFailed;
     }
   }
@@ -193,18 +194,20 @@ void HostEngine::note_linked(uint64_t cluster_id, const char* how) {
   link_errors_.erase(cluster_id);
 }
 
-void HostEngine::note_link_error(uint64_t cluster_id, const std::string& sentence) {
+void HostEngine::note_link_error(uint64_t cluster_id, const std::string& sentence, bool own) {
   log(LogLevel::kWarning, "cluster " + std::to_string(cluster_id) + ": " + sentence);
   std::lock_guard lock(mutex_);
+  auto noted = link_errors_.find(cluster_id);
+  if (noted != link_errors_.end() && noted->second.own && !own) return;
   if (link_errors_.size() >= kMaxLinkErrors) link_errors_.erase(link_errors_.begin());
-  link_errors_[cluster_id] = sentence;
+  link_errors_[cluster_id] = {sentence, own};
 }
 
 std::string HostEngine::last_link_error(uint64_t cluster_id) const {
   Call call(*this);
   std::lock_guard lock(mutex_);
   auto found = link_errors_.find(cluster_id);
-  return found == link_errors_.end() ? "" : found->second;
+  return found == link_errors_.end() ? "" : found->second.sentence;
 }
 
 void HostEngine::pull_cache(const Remote& src, int64_t dst_cache_id, uint64_t batch_index,

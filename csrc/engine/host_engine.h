@@ -45,7 +45,8 @@ class HostEngine {
   std::vector<Status> link(const std::vector<DialTarget>& targets, int64_t timeout_ms);
   std::vector<Status> unlink(const std::vector<uint64_t>& cluster_ids, int64_t timeout_ms,
                              bool force);
-  // Why the last attempt to link with the cluster failed, on either side; empty if it did not.
+  // Why the last attempt to link with the cluster failed; empty if it did not. This process's own
+  // attempts count before those of the peer.
   std::string last_link_error(uint64_t cluster_id) const;
 
   void pull_cache(const Remote& src, int64_t dst_cache_id, uint64_t batch_index, int64_t size,
@@ -61,6 +62,10 @@ class HostEngine {
 
  private:
   class Call;  // counts a call in progress
+  struct LinkError {
+    std::string sentence;
+    bool own = false;
+  };
 
   void greet(UniqueFd tcp);
   void file(Greeted greeted);
@@ -68,7 +73,7 @@ class HostEngine {
   void dial_checked(const DialTarget& target, const WaitLimit& limit);
   Status unlink_one(uint64_t cluster_id, int64_t timeout_ms, bool force);
   void note_linked(uint64_t cluster_id, const char* how);
-  void note_link_error(uint64_t cluster_id, const std::string& sentence);
+  void note_link_error(uint64_t cluster_id, const std::string& sentence, bool own);
 
   const EngineOptions options_;
   const pid_t owner_pid_;
@@ -85,7 +90,7 @@ class HostEngine {
   mutable std::condition_variable idle_;
   mutable int active_calls_ = 0;
   bool finalized_ = false;
-  std::map<uint64_t, std::string> link_errors_;
+  std::map<uint64_t, LinkError> link_errors_;
 };
 
 }  // namespace llmdd

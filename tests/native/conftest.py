@@ -7,8 +7,13 @@ from collections.abc import Callable, Iterator
 import pytest
 from contract.cluster import Cluster
 from contract.peer import Peer
+from hypothesis import settings
 
 from native.hostile import Hostile
+
+# No test measures time: machines and sanitizers are as slow as they are.
+settings.register_profile("native", deadline=None)
+settings.load_profile("native")
 
 
 @pytest.fixture
