@@ -41,6 +41,14 @@ def model() -> Path:
     return MODEL
 
 
+@pytest.fixture(scope="session")
+def tiny_model(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Llama that loads in a second."""
+    from tiny_model import make_tiny_model
+
+    return make_tiny_model(tmp_path_factory.mktemp("model") / "tiny-llama", model)
+
+
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
     """The servers of one test file, stopped at its end whatever happens."""
