@@ -154,3 +154,19 @@ def test_peer_killed_between_two_blocks_ends_the_pull_there(
 def test_ascend_engine_is_refused_in_one_sentence() -> None:
     with pytest.raises(ConfigError, match="engine 'ascend' is not supported"):
         load_api("ascend")
+
+
+def test_fake_has_names_codes_and_arguments_of_the_real_api() -> None:
+    """A fake that drifts from the engine would make every test with it worthless."""
+    real = pytest.importorskip("vllm_llmdd_connector.datadist", exc_type=ImportError)
+    fake = FakeDataDist().api
+    assert vars(fake).keys() <= vars(real).keys()
+    for code in fake.LLMStatusCode:
+        assert real.LLMStatusCode[code.name] == code
+    for role in fake.LLMRole:
+        assert real.LLMRole[role.name] == role
+    error = real.LLMException("text", status_code=real.LLMStatusCode.LLM_TIMEOUT)
+    assert error.status_code == fake.LLMStatusCode.LLM_TIMEOUT
+    engine = real.LLMDataDist(real.LLMRole.DECODER, 1)
+    for name in ("init", "finalize", "link_clusters", "unlink_clusters", "last_link_error"):
+        assert callable(getattr(engine, name))
