@@ -6,6 +6,8 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <cstring>
+
 #include "bindings/bind.h"
 #include "engine/cache_table.h"
 #include "engine/messages.h"
@@ -94,6 +96,15 @@ std::pair<int64_t, uint64_t> find(const CacheTable& table, uint8_t kind, uint64_
   return {found.cache->id, found.row};
 }
 
+void copy_blocks(uint64_t src_addr, uint64_t dst_addr, size_t block_bytes,
+                 const std::vector<uint64_t>& src, const std::vector<uint64_t>& dst) {
+  auto* source = reinterpret_cast<const char*>(src_addr);
+  auto* destination = reinterpret_cast<char*>(dst_addr);
+  for (size_t i = 0; i < src.size(); ++i) {
+    std::memcpy(destination + dst[i] * block_bytes, source + src[i] * block_bytes, block_bytes);
+  }
+}
+
 }  // namespace
 
 void bind_testing(nb::module_& module) {
@@ -105,6 +116,8 @@ void bind_testing(nb::module_& module) {
   testing.def("row_to_blocks", &cut_row, "row_offset"_a, "row_bytes"_a, "block_bytes"_a, "dst"_a);
   testing.def("recode", &recode, "message_type"_a, "payload"_a);
   testing.def("decode_header", &header, "data"_a, "max_payload"_a);
+  testing.def("copy_blocks", &copy_blocks, "src_addr"_a, "dst_addr"_a, "block_bytes"_a, "src"_a,
+              "dst"_a, "Bare memcpy of block pairs inside one process: the bound of the benches.");
   testing.def("probe_sentence", &probe_sentence, "pid"_a, "error"_a);
   nb::class_<CacheTable>(testing, "CacheTable")
       .def(nb::init<>())

@@ -113,6 +113,12 @@ class testing:
     @staticmethod
     def decode_header(data: bytes, max_payload: int) -> tuple[int, int, int]: ...
     @staticmethod
+    def copy_blocks(
+        src_addr: int, dst_addr: int, block_bytes: int, src: Sequence[int], dst: Sequence[int]
+    ) -> None:
+        """Bare memcpy of block pairs inside one process: the bound of the benches."""
+
+    @staticmethod
     def probe_sentence(pid: int, error: int) -> str: ...
 
     class CacheTable:
