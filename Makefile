@@ -40,6 +40,8 @@ lint: ## ruff, mypy --strict, clang-format, all read-only
 	$(BIN)/ruff check $(PYTHON_SOURCES)
 	$(BIN)/ruff format --check $(PYTHON_SOURCES)
 	$(BIN)/mypy
+	MYPYPATH=examples/disaggregated_prefill $(BIN)/mypy examples/disaggregated_prefill/*.py
+	MYPYPATH=tools $(BIN)/mypy tools/setup_env.py
 	@if [ -n "$(NATIVE_SOURCES)" ]; then \
 	  echo "clang-format --dry-run -Werror csrc tests/native"; \
 	  $(BIN)/clang-format --dry-run -Werror $(NATIVE_SOURCES); fi
@@ -52,7 +54,7 @@ format: ## rewrite the sources in the project's format
 
 asan: ## the native tests under AddressSanitizer and UBSan (3 min)
 	@$(SETUP) env project
-	@PATH="$(CURDIR)/$(BIN):$$PATH" bash tests/native/run_sanitized.sh
+	@PATH="$(CURDIR)/$(BIN):$$PATH" $(CURDIR)/$(BIN)/python tests/native/run_sanitized.py
 
 bench: ## the benchmarks: JSON lines on stdout, tables on stderr (10 min)
 	@$(SETUP) env project bench >&2

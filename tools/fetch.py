@@ -72,16 +72,15 @@ class Pip:
         self._log.parent.mkdir(parents=True, exist_ok=True)
         with self._log.open("a") as log, Progress(title) as progress:
             log.write(f"\n$ {' '.join(command)}\n")
-            process = subprocess.Popen(
+            with subprocess.Popen(
                 command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-            )
-            assert process.stdout is not None
-            for line in process.stdout:
-                log.write(line)
-                progress.see(line)
-            code = process.wait()
-            progress.end("done" if code == 0 else "failed")
-        return code
+            ) as process:
+                assert process.stdout is not None
+                for line in process.stdout:
+                    log.write(line)
+                    progress.see(line)
+            progress.end("done" if process.returncode == 0 else "failed")
+            return process.returncode
 
 
 class Progress:

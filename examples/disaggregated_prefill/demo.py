@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from cases import MAX_TOKENS, Case, cases
 from client import Reply, RequestError, ask, read_metrics, tokenize
-from prompts import MAX_TOKENS, Case, cases
 from rich.console import Console
 from rich.table import Table
 from servers import ProxySpec, ServerError, Servers, ServerSpec, raise_on_terminate
