@@ -30,10 +30,8 @@ MODEL = ROOT / ".cache" / "models" / "SmolLM2-135M-Instruct"
 WORK = ROOT / ".cache" / "demo"
 BLOCK_SIZE = 128
 """Tokens per block of vLLM's CPU build."""
-DTYPE, DTYPE_BYTES = "float32", 4
-"""In float32 D's logprobs repeat a single server's to 2e-5 nat, so that the text is a sharp check.
-In bfloat16 they differ by up to 0.2 nat with the very same KV, because a logit itself is stored in
-steps of 0.06 to 0.13."""
+DTYPES = {"float32": 4, "bfloat16": 2}
+"""Bytes per value."""
 
 MOVED_BYTES = "vllm:llmdd_recv_bytes_total"
 MOVED_BLOCKS = "vllm:llmdd_recv_blocks_total"
@@ -50,17 +48,24 @@ class Model:
     """What of the model's shape is needed to say how much must be moved."""
 
     name: str
+    dtype: str
     layers: int
     block_bytes: int
     """Of one block in all layers."""
 
     @staticmethod
-    def read(folder: Path) -> Model:
+    def read(folder: Path, dtype: str = "float32") -> Model:
+        """Read the shape; `dtype` is what the servers compute and store KV in.
+
+        In float32 D's logprobs repeat a single server's to 2e-5 nat, so that the text is a sharp
+        check. In bfloat16 they differ by up to 0.2 nat with the very same KV, because a logit
+        itself is stored in steps of 0.06 to 0.13.
+        """
         config = json.loads((folder / "config.json").read_text())
         head = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-        key_and_value = 2 * config["num_key_value_heads"] * head * BLOCK_SIZE * DTYPE_BYTES
+        key_and_value = 2 * config["num_key_value_heads"] * head * BLOCK_SIZE * DTYPES[dtype]
         layers = config["num_hidden_layers"]
-        return Model(str(folder), layers, key_and_value * layers)
+        return Model(str(folder), dtype, layers, key_and_value * layers)
 
 
 @dataclass(frozen=True)
@@ -169,7 +174,7 @@ def _spec(name: str, role: str, model: Model) -> ServerSpec:
         "kv_connector_extra_config": {"kv_digest": str(WORK / "digests")},
     }
     arguments = ("--max-model-len", "4096")
-    return ServerSpec(name, Path(model.name), config, arguments=arguments, dtype=DTYPE)
+    return ServerSpec(name, Path(model.name), config, arguments=arguments, dtype=model.dtype)
 
 
 def show(rows: list[Row]) -> None:
@@ -198,7 +203,11 @@ def show(rows: list[Row]) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description="P, D and a proxy on this machine, checked.")
     parser.add_argument("--model", type=Path, default=MODEL, help="default: %(default)s")
-    model = Model.read(parser.parse_args().model)
+    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="default: %(default)s")
+    arguments = parser.parse_args()
+    if not (arguments.model / "config.json").is_file():
+        parser.error(f"no model in {arguments.model}; `make demo` makes one")
+    model = Model.read(arguments.model, arguments.dtype)
     raise_on_terminate()
     shutil.rmtree(WORK, ignore_errors=True)
     begin = time.monotonic()
