@@ -6,6 +6,7 @@ import ast
 import pickle
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -141,6 +142,13 @@ class TestPrometheus:
         assert sample("recv_requests_total", "0") == 3
 
 
+@cache
+def all_calls() -> list[ast.Call]:
+    """Every call in the package's source."""
+    trees = [ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")]
+    return [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Call)]
+
+
 class TestNames:
     """An unknown name would be a KeyError in vLLM's API server, long after the mistake."""
 
@@ -154,15 +162,10 @@ class TestNames:
         }
 
     def calls(self, method: str) -> list[ast.Call]:
-        trees = [ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")]
         return [
-            node
-            for tree in trees
-            for node in ast.walk(tree)
-            if isinstance(node, ast.Call)
-            and isinstance(node.func, ast.Attribute)
-            and node.func.attr == method
-            and node.args
+            call
+            for call in all_calls()
+            if isinstance(call.func, ast.Attribute) and call.func.attr == method and call.args
         ]
 
     def test_counters_in_use_exist(self) -> None:

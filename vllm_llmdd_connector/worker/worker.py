@@ -5,6 +5,7 @@ peer's thread, releases are answered by the release server's thread, and results
 per step.
 """
 
+import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -60,6 +61,7 @@ class WorkerConnector:
         )
         self._zmq_context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._peers: dict[int, PeerThread] = {}
+        self._peers_lock = threading.Lock()
         self._plans: list[CachePlan] = []
         self._engine: DataDistEngine | None = None
         self._server: Server | None = None
@@ -189,17 +191,19 @@ class WorkerConnector:
         self._completions.expect(job.request_id, job.loaded_blocks)
         assert self._pull_context is not None
         endpoint = job.workers[self._tp_rank]
-        peer = self._peers.get(endpoint.cluster_id)
-        if peer is None or not peer.submit(job):
-            peer = PeerThread(self._pull_context, endpoint, self._on_peer_end)
-            self._peers[endpoint.cluster_id] = peer
-            peer.submit(job)
-            peer.start()
+        with self._peers_lock:
+            peer = self._peers.get(endpoint.cluster_id)
+            if peer is None or not peer.submit(job):
+                peer = PeerThread(self._pull_context, endpoint, self._on_peer_end)
+                self._peers[endpoint.cluster_id] = peer
+                peer.submit(job)
+                peer.start()
 
     def _on_peer_end(self, peer: PeerThread) -> None:
         """Peer's thread: forget it unless a newer one has taken its place."""
-        if self._peers.get(peer.endpoint.cluster_id) is peer:
-            self._peers.pop(peer.endpoint.cluster_id, None)
+        with self._peers_lock:
+            if self._peers.get(peer.endpoint.cluster_id) is peer:
+                del self._peers[peer.endpoint.cluster_id]
 
     def _digest_holds(self, step: StepMessage) -> None:
         assert self._digests is not None
