@@ -4,10 +4,10 @@
 
 Each arm has processes of its own: an initiator, which is timed, and a target. "read" is a pull of
 the initiator (`pull_blocks`, NIXL READ), "write" a push (`push_blocks`, NIXL WRITE). memcpy copies
-inside one process, as the bound. Arms take turns within one run, one batch each; while one runs, the
-others' processes are stopped (SIGSTOP), because NIXL's progress threads spin when idle. All arms
-copy with one thread. Memory is private and touched before; batches walk through the whole working
-set in random order, so caches do not help. The first batch of each case is compared byte by byte.
+inside one process, as the bound. Arms take turns within one run, one batch each; meanwhile the
+processes of the others are stopped (SIGSTOP), because NIXL's progress threads spin when idle. All
+arms copy with one thread. Memory is private and touched before; batches walk through the whole
+working set in random order, so caches do not help. The first batch of each case is compared.
 
 Results are JSON lines on stdout; `cma/nixl` is the ratio of the two rates, batch by batch.
 """
@@ -92,12 +92,9 @@ def block_lists(
     return src[first : first + count], dst[first : first + count]
 
 
-# One process of an arm.
-
-
 class Side(Protocol):
-    """`offer` tells the other process what it needs, `connect` takes the other's offer, and the
-    initiator's `run` moves blocks (destination blocks are filled when it returns)."""
+    """One process of an arm: `offer` tells the other process what it needs, `connect` takes the
+    other's offer, and the initiator's `run` returns when the destination blocks are filled."""
 
     def offer(self) -> Any: ...
     def connect(self, offer: Any) -> None: ...
@@ -252,10 +249,9 @@ def serve(pipe: Connection) -> None:
             pipe.send((False, f"{type(error).__name__}: {error}"))
 
 
-# The coordinator's view.
-
-
 class Process:
+    """The coordinator's end of a worker."""
+
     def __init__(self, *start: Any) -> None:
         self._pipe, theirs = Pipe()
         self._process = subprocess.Popen(

@@ -1,6 +1,8 @@
 #include "engine/acceptor.h"
 
 #include <poll.h>
+#include <pthread.h>
+#include <unistd.h>
 
 #include <cerrno>
 
@@ -13,16 +15,34 @@ namespace {
 constexpr size_t kMaxGreeters = 64;
 constexpr int kBackOffMs = 100;
 
+// A forked child gets a copy of the listener, which would keep the port after this process has
+// ended and let connections pile up that nobody serves.
+std::atomic<int> g_listener{-1};
+
+void close_in_child() {
+  int fd = g_listener.exchange(-1);
+  if (fd >= 0) ::close(fd);
+}
+
+void guard_forks(int listener) {
+  static const int registered = ::pthread_atfork(nullptr, nullptr, close_in_child);
+  if (registered != 0) throw Error(Status::kFailed, "pthread_atfork failed: out of memory");
+  g_listener = listener;
+}
+
 }  // namespace
 
 Acceptor::Acceptor(const std::string& ip, uint16_t port, const SignalFd& stop, Greet greet)
     : stop_(stop),
       greet_(std::move(greet)),
       listener_(listen_tcp(ip, port)),
-      port_(bound_port(listener_.get())),
-      thread_(&Acceptor::run, this) {}
+      port_(bound_port(listener_.get())) {
+  guard_forks(listener_.get());
+  thread_ = std::thread(&Acceptor::run, this);
+}
 
 Acceptor::~Acceptor() {
+  g_listener = -1;
   thread_.join();
   for (Greeter& greeter : greeters_) greeter.thread.join();
 }

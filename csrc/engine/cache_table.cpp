@@ -46,8 +46,8 @@ CacheUse::~CacheUse() {
   if (cache_) table_.release(*cache_);
 }
 
-void CacheUse::check_open() const {
-  if (cache_->closed) throw_missing("cache " + std::to_string(cache_->id));
+void Cache::check_open() const {
+  if (closed) throw_missing("cache " + std::to_string(id));
 }
 
 int64_t CacheTable::add(const CacheSpec& spec, const std::vector<RowKey>& row_keys,
@@ -122,22 +122,18 @@ FoundRow CacheTable::find(const CacheRef& ref) const {
   return found;
 }
 
-CacheUse CacheTable::open(std::shared_ptr<Cache> cache) {
-  ++cache->users;
-  return CacheUse(*this, std::move(cache));
-}
-
-CacheUse CacheTable::use(int64_t id) {
+std::shared_ptr<Cache> CacheTable::get(int64_t id) const {
   std::lock_guard lock(mutex_);
   std::shared_ptr<Cache> cache = cache_of(id);
   if (!cache) throw_missing("cache " + std::to_string(id));
-  return open(std::move(cache));
+  return cache;
 }
 
-CacheUse CacheTable::use(const FoundRow& found) {
+CacheUse CacheTable::use(std::shared_ptr<Cache> cache) {
   std::lock_guard lock(mutex_);
-  if (found.cache->closed) throw_missing("cache " + std::to_string(found.cache->id));
-  return open(found.cache);
+  cache->check_open();
+  ++cache->users;
+  return CacheUse(*this, std::move(cache));
 }
 
 void CacheTable::release(Cache& cache) {

@@ -24,6 +24,9 @@ struct Cache {
   CacheLayout layout;
   std::atomic<bool> closed{false};
   int users = 0;  // guarded by the table's mutex
+
+  // Throws Error(kKvCacheNotExist) once `remove` was called: a copy has to stop.
+  void check_open() const;
 };
 
 class CacheTable;
@@ -37,9 +40,7 @@ class CacheUse {
   CacheUse& operator=(CacheUse&&) = delete;
   ~CacheUse();
 
-  const CacheLayout& layout() const { return cache_->layout; }
-  // Throws Error(kKvCacheNotExist) once `remove` was called: the copy has to stop.
-  void check_open() const;
+  void check_open() const { cache_->check_open(); }
 
  private:
   CacheTable& table_;
@@ -61,10 +62,11 @@ class CacheTable {
   // An unknown id is no error. Returns when no copy into the cache runs any more.
   void remove(int64_t id);
 
-  // Both throw Error(kKvCacheNotExist).
-  CacheUse use(int64_t id);
+  // All throw Error(kKvCacheNotExist). Only a CacheUse keeps `remove` waiting, so it is held during
+  // a copy of this process and never while another process is waited for.
+  std::shared_ptr<Cache> get(int64_t id) const;
   FoundRow find(const CacheRef& ref) const;
-  CacheUse use(const FoundRow& found);
+  CacheUse use(std::shared_ptr<Cache> cache);
 
   bool contains(int64_t id) const;
 
@@ -77,7 +79,6 @@ class CacheTable {
   void unbind(int64_t id);
   FoundRow row_of(const RowIndex& index, const CacheRef& ref) const;
   std::shared_ptr<Cache> cache_of(int64_t id) const;
-  CacheUse open(std::shared_ptr<Cache> cache);
   void release(Cache& cache);
 
   mutable std::mutex mutex_;

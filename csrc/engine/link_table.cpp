@@ -7,9 +7,7 @@ namespace {
 
 constexpr size_t kMaxLinks = 512;
 
-[[noreturn]] void throw_already(uint64_t cluster_id, const char* why) {
-  throw Error(Status::kAlreadyLink, "cluster " + std::to_string(cluster_id) + ": " + why);
-}
+[[noreturn]] void throw_already(const char* why) { throw Error(Status::kAlreadyLink, why); }
 
 }  // namespace
 
@@ -27,7 +25,7 @@ void LinkReservation::commit(std::shared_ptr<Link> link) {
 uint64_t LinkTable::reserve(uint64_t cluster_id) {
   std::lock_guard lock(mutex_);
   if (records_.count(cluster_id) != 0) {
-    throw_already(cluster_id, "there is a link already, unlink_clusters removes it");
+    throw_already("there is a link already, unlink_clusters removes it");
   }
   check_room_locked();
   uint64_t ticket = next_ticket_++;
@@ -51,14 +49,14 @@ LinkTable::Record* LinkTable::reserved_locked(uint64_t cluster_id, uint64_t tick
 void LinkTable::confirm(uint64_t cluster_id, uint64_t ticket) {
   std::lock_guard lock(mutex_);
   Record* record = reserved_locked(cluster_id, ticket);
-  if (record == nullptr) throw_already(cluster_id, "the peer has linked to this process meanwhile");
+  if (record == nullptr) throw_already("the peer has linked to this process meanwhile");
   record->confirmed = true;
 }
 
 void LinkTable::commit(uint64_t cluster_id, uint64_t ticket, std::shared_ptr<Link> link) {
   std::lock_guard lock(mutex_);
   Record* record = reserved_locked(cluster_id, ticket);
-  if (record == nullptr) throw_already(cluster_id, "the peer has linked to this process meanwhile");
+  if (record == nullptr) throw_already("the peer has linked to this process meanwhile");
   record->link = std::move(link);
 }
 
@@ -75,11 +73,11 @@ void LinkTable::accept(const std::shared_ptr<Link>& link) {
     check_room_locked();
   } else if (found->second.link) {
     if (!found->second.link->hung_up()) {
-      throw_already(cluster_id, "a live process holds a link under this cluster id");
+      throw_already("a live process holds a link under this cluster id");
     }
     retired_.push_back(found->second.link);
   } else if (found->second.confirmed && own_cluster_id_ < cluster_id) {
-    throw_already(cluster_id, "this process is completing its own link to the peer");
+    throw_already("this process is completing its own link to the peer");
   }
   records_[cluster_id] = Record{0, false, link};
 }

@@ -125,7 +125,7 @@ void Service::copy_pushed(Link& link, const Push& push) {
   }
   CopyPlan plan = plan_push(push, found.cache->layout);
   Deadline deadline = Deadline::after_ms(std::min(push.timeout_ms, kMaxPushMs));
-  CacheUse destination = caches_.use(found);
+  CacheUse destination = caches_.use(found.cache);
   copy_from_process(link.peer_pid(), plan, [&] {
     // A source that has given up has closed its end and may reuse its memory.
     link.check();

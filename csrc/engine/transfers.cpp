@@ -46,15 +46,16 @@ void Transfers::check_own_cluster(uint64_t cluster_id) const {
   }
 }
 
-CacheUse Transfers::open_destination(const Remote& src, int64_t cache_id, const Layers& layers) {
+std::shared_ptr<Cache> Transfers::destination(const Remote& src, int64_t cache_id,
+                                              const Layers& layers) const {
   check_own_cluster(src.cluster_id);
-  CacheUse destination = caches_.use(cache_id);
-  const CacheLayout& layout = destination.layout();
+  std::shared_ptr<Cache> cache = caches_.get(cache_id);
+  const CacheLayout& layout = cache->layout;
   select_tensors(layers.dst, layout.tensor_addrs.size(), layers.tensors_per_layer);
   if (options_.remote_access && !layout.remote_accessible) {
     invalid("cache " + std::to_string(cache_id) + " is not remote accessible");
   }
-  return destination;
+  return cache;
 }
 
 Resolved Transfers::resolve(Link& link, const CacheRef& ref, const CacheLayout& local,
@@ -83,23 +84,27 @@ CopyPlan Transfers::plan(const Resolved& remote, const CacheLayout& local, const
   return {selected(remote.tensor_addrs, src), selected(local.tensor_addrs, dst), std::move(runs)};
 }
 
-void Transfers::copy(Link& link, const CacheUse& destination, const Resolved& remote,
-                     const CopyPlan& plan, const Deadline& deadline) const {
+void Transfers::copy(Link& link, std::shared_ptr<Cache> cache, const CopyPlan& plan,
+                     const Deadline& deadline) const {
+  CacheUse use = caches_.use(std::move(cache));
   copy_from_process(link.peer_pid(), plan, [&] {
     link.check();
-    destination.check_open();
+    use.check_open();
     if (!deadline.passed()) return;
     link.fail("a copy did not finish in time");
     throw Error(Status::kTimeout, "the copy did not finish within sync_kv_timeout");
   });
-  // The answer also proves that the process that was read is the one that was linked.
+}
+
+// The answer also proves that the process that was read is the one that was linked.
+void Transfers::finish(Link& link, const Resolved& remote, const Deadline& deadline) const {
   link.call(MessageType::kFinish, Finish{remote.cache_id}.encode(), deadline);
 }
 
 void Transfers::pull_cache(const Remote& src, int64_t dst_cache_id, uint64_t batch_index,
                            int64_t size, const Layers& layers) {
-  CacheUse destination = open_destination(src, dst_cache_id, layers);
-  const CacheLayout& local = destination.layout();
+  std::shared_ptr<Cache> cache = destination(src, dst_cache_id, layers);
+  const CacheLayout& local = cache->layout;
   check_below("batch_index", batch_index, local.rows);
   uint64_t bytes = size < 0 ? local.stride : static_cast<uint64_t>(size);
   if (bytes > local.stride) {
@@ -113,14 +118,15 @@ void Transfers::pull_cache(const Remote& src, int64_t dst_cache_id, uint64_t bat
             std::to_string(remote.stride));
   }
   ByteRun row{remote.row * remote.stride, batch_index * local.stride, bytes};
-  copy(*link, destination, remote, plan(remote, local, layers, {row}), until);
+  copy(*link, cache, plan(remote, local, layers, {row}), until);
+  finish(*link, remote, until);
 }
 
 void Transfers::pull_blocks(const Remote& src, int64_t dst_cache_id,
                             const std::vector<uint64_t>& src_blocks,
                             const std::vector<uint64_t>& dst_blocks, const Layers& layers) {
-  CacheUse destination = open_destination(src, dst_cache_id, layers);
-  const CacheLayout& local = destination.layout();
+  std::shared_ptr<Cache> cache = destination(src, dst_cache_id, layers);
+  const CacheLayout& local = cache->layout;
   std::shared_ptr<Link> link = links_.require(src.cluster_id);
   bool from_blocks = src.ref.kind == KeyKind::kBlocks;
   if (from_blocks) check_equal("number of blocks", dst_blocks.size(), src_blocks.size());
@@ -136,47 +142,50 @@ void Transfers::pull_blocks(const Remote& src, int64_t dst_cache_id,
   } else {
     runs = row_to_blocks(remote.row * remote.stride, remote.stride, local.stride, dst_blocks);
   }
-  copy(*link, destination, remote, plan(remote, local, layers, std::move(runs)), until);
+  copy(*link, cache, plan(remote, local, layers, std::move(runs)), until);
+  finish(*link, remote, until);
 }
 
 void Transfers::push_cache(const Remote& dst, int64_t src_cache_id, uint64_t src_batch_index,
                            const Layers& layers) {
   check_own_cluster(dst.cluster_id);
-  CacheUse source = caches_.use(src_cache_id);
-  check_below("src_batch_index", src_batch_index, source.layout().rows);
-  push(dst, source.layout(), layers, {{src_batch_index, dst.ref.row, 1}});
+  std::shared_ptr<Cache> source = caches_.get(src_cache_id);
+  check_below("src_batch_index", src_batch_index, source->layout.rows);
+  push(dst, *source, layers, {{src_batch_index, dst.ref.row, 1}});
 }
 
 void Transfers::push_blocks(const Remote& dst, int64_t src_cache_id,
                             const std::vector<uint64_t>& src_blocks,
                             const std::vector<uint64_t>& dst_blocks, const Layers& layers) {
   check_own_cluster(dst.cluster_id);
-  CacheUse source = caches_.use(src_cache_id);
+  std::shared_ptr<Cache> source = caches_.get(src_cache_id);
   if (src_blocks.empty()) invalid("src_blocks is empty");
   check_equal("number of blocks", dst_blocks.size(), src_blocks.size());
-  check_indices(src_blocks, source.layout().rows, "source");
-  push(dst, source.layout(), layers, merge_blocks(src_blocks, dst_blocks));
+  check_indices(src_blocks, source->layout.rows, "source");
+  push(dst, *source, layers, merge_blocks(src_blocks, dst_blocks));
 }
 
-void Transfers::push(const Remote& dst, const CacheLayout& source, const Layers& layers,
+void Transfers::push(const Remote& dst, const Cache& source, const Layers& layers,
                      std::vector<BlockRun> runs) {
   if (!options_.remote_access) invalid("a push needs enable_remote_cache_accessible = True");
-  if (!source.remote_accessible) invalid("the source cache is not remote accessible");
+  const CacheLayout& layout = source.layout;
+  if (!layout.remote_accessible) invalid("the source cache is not remote accessible");
   TensorRange tensors =
-      select_tensors(layers.src, source.tensor_addrs.size(), layers.tensors_per_layer);
+      select_tensors(layers.src, layout.tensor_addrs.size(), layers.tensors_per_layer);
   if (runs.size() > kMaxRuns) {
     invalid(std::to_string(runs.size()) + " separate runs of blocks in one push, at most " +
             std::to_string(kMaxRuns) + " are possible; push in several calls");
   }
   std::shared_ptr<Link> link = links_.require(dst.cluster_id);
   Push push{dst.ref,
-            source.stride,
+            layout.stride,
             static_cast<uint32_t>(options_.sync_kv_timeout_ms),
             layers.dst,
             layers.tensors_per_layer,
-            selected(source.tensor_addrs, tensors),
+            selected(layout.tensor_addrs, tensors),
             std::move(runs)};
   link->call(MessageType::kPush, push.encode(), deadline());
+  source.check_open();  // else the peer may have copied what is no longer the cache
 }
 
 }  // namespace llmdd

@@ -55,7 +55,8 @@ class Transfers {
                    const std::vector<uint64_t>& dst_blocks, const Layers& layers);
 
  private:
-  CacheUse open_destination(const Remote& src, int64_t cache_id, const Layers& layers);
+  std::shared_ptr<Cache> destination(const Remote& src, int64_t cache_id,
+                                     const Layers& layers) const;
   void check_own_cluster(uint64_t cluster_id) const;
   Deadline deadline() const { return Deadline::after_ms(options_.sync_kv_timeout_ms); }
 
@@ -63,9 +64,10 @@ class Transfers {
                    const Deadline& deadline) const;
   CopyPlan plan(const Resolved& remote, const CacheLayout& local, const Layers& layers,
                 std::vector<ByteRun> runs) const;
-  void copy(Link& link, const CacheUse& destination, const Resolved& remote, const CopyPlan& plan,
+  void copy(Link& link, std::shared_ptr<Cache> cache, const CopyPlan& plan,
             const Deadline& deadline) const;
-  void push(const Remote& dst, const CacheLayout& source, const Layers& layers,
+  void finish(Link& link, const Resolved& remote, const Deadline& deadline) const;
+  void push(const Remote& dst, const Cache& source, const Layers& layers,
             std::vector<BlockRun> runs);
 
   const EngineOptions& options_;

@@ -27,7 +27,7 @@ class Tensor:
     """Private memory with a fixed address."""
 
     def __init__(self, size: int) -> None:
-        self._map = mmap.mmap(-1, size)
+        self._map = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self._view = ctypes.c_char.from_buffer(self._map)
         self.addr = ctypes.addressof(self._view)
 

@@ -235,6 +235,31 @@ def attempt(work):
         script = "child(datadist.finalize); datadist.cache_manager.unregister_cache(1)"
         assert self.run(script, engine).split() == ["exit", "0"]
 
+    def test_child_does_not_keep_the_port(self, engine: str) -> None:
+        script = """
+address = ("127.0.0.1", datadist.listen_port)
+def work():
+    os.write(ready_w, b"x")
+    os.read(done_r, 1)
+ready_r, ready_w = os.pipe()
+done_r, done_w = os.pipe()
+pid = os.fork()
+if pid == 0:
+    work()
+    os._exit(0)
+os.read(ready_r, 1)
+datadist.finalize()
+import socket
+try:
+    socket.create_connection(address).close()
+    print("accepted")
+except ConnectionRefusedError:
+    print("refused")
+os.write(done_w, b"x")
+os.waitpid(pid, 0)
+"""
+        assert self.run(script, engine).split() == ["refused"]
+
     def test_child_may_initialise_its_own(self, engine: str) -> None:
         script = """
 def work():

@@ -257,6 +257,31 @@ class TestSlowCopy:
             local.push_blocks(key, cache, [0], [0], tensor_num_per_layer=1)
 
 
+class TestUnregisteringWaitsForNobodyElse:
+    """A cache can be given up while a peer is stopped; the calls' bound of 10 minutes shows it."""
+
+    @pytest.mark.parametrize("name", ["pull_blocks", "push_blocks"])
+    def test_call_that_waits_for_a_stopped_peer(self, pair: Pair, name: str) -> None:
+        local, peer = pair(timeout_ms=600_000)
+        peer.add_blocks()
+        cache = local.add_blocks()
+        peer.stop()
+        caught: list[BaseException] = []
+
+        def run() -> None:
+            try:
+                getattr(local, name)(local.api.BlocksCacheKey(2), cache, [0], [0])
+            except local.api.LLMException as error:
+                caught.append(error)
+
+        waiting = threading.Thread(target=run)
+        waiting.start()
+        local.unregister(cache)
+        peer.resume()
+        waiting.join()
+        assert [error.status_code.name for error in caught] == ["LLM_KV_CACHE_NOT_EXIST"]
+
+
 class TestEndDuringACopy:
     def test_unregistering_the_destination_stops_the_pull(self, pair: Pair) -> None:
         local, peer = pair(timeout_ms=600_000)
