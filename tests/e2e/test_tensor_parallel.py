@@ -15,7 +15,7 @@ from servers import Server
 
 OPTIONS = {
     "link_timeout_ms": 1000,
-    "sync_kv_timeout_ms": 1500,
+    "sync_kv_timeout_ms": 5000,
     "release_timeout_s": 2,
     "lease_s": 8,
 }
