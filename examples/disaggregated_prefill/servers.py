@@ -190,13 +190,15 @@ class Servers:
             self._report(f"{server.spec.name}: ready after {time.monotonic() - start:.0f} s")
         return server.ready
 
-    def stop(self, grace_s: float = 15.0) -> None:
+    def stop(self, grace_s: float = 10.0) -> None:
         """Stop every server and wait until none of its processes is left."""
         servers, self.running = self.running, []
+        if servers:
+            self._report("stopping " + ", ".join(server.spec.name for server in servers))
         with _uninterrupted():
             stop_groups([server.process for server in servers], grace_s)
 
-    def stop_one(self, server: Server, grace_s: float = 15.0) -> None:
+    def stop_one(self, server: Server, grace_s: float = 10.0) -> None:
         self.running.remove(server)
         with _uninterrupted():
             stop_groups([server.process], grace_s)
