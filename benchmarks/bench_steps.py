@@ -16,6 +16,7 @@ import sys
 import time
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 from report import Report, quantiles
@@ -63,7 +64,8 @@ class Pair:
         config = _vllm_config(role)
         cache = _kv_cache_config()
         self.scheduler = LLMDataDistConnector(config, KVConnectorRole.SCHEDULER, cache)
-        self.worker = LLMDataDistConnector(config, KVConnectorRole.WORKER, cache)
+        with mock.patch("vllm.distributed.parallel_state.get_tensor_model_parallel_rank", int):
+            self.worker = LLMDataDistConnector(config, KVConnectorRole.WORKER, cache)
         tensors = torch.zeros((NUM_LAYERS, NUM_BLOCKS, 1, BLOCK_SIZE, 2), dtype=torch.bfloat16)
         self.worker.register_kv_caches({f"layer.{i}": tensors[i] for i in range(NUM_LAYERS)})
         self.scheduler.set_xfer_handshake_metadata({0: self.worker.get_handshake_metadata()})
@@ -243,7 +245,6 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=2000, help="idle steps per arm")
     parser.add_argument("--rounds", type=int, default=50, help="long requests per arm")
     args = parser.parse_args()
-    torch.distributed.is_initialized()
     report = Report()
     for role in ("kv_producer", "kv_consumer", "kv_both"):
         bench_idle(report, role, args.steps)
