@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import vllm
 from engine_blocks import EngineBlocks, Mismatch
 from engine_spec import EngineSpec, fixed_hash_seed, vllm_config
 from fake_executor import ScriptedExecutor
@@ -25,10 +26,25 @@ from vllm.v1.engine import core as engine_core
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.request import Request
 
+VERSION = tuple(int(part) for part in vllm.__version__.split(".")[:2])
+"""Of the imported vLLM, as (major, minor)."""
+
+LOOPBACK = {"connector": "LoopbackConnector", "module_path": "loopback_connector"}
+"""``EngineSpec`` fields of the connector that tests the harness."""
+
 PATIENCE_S = 20.0
 """Longest wait for something that another thread does."""
 
-__all__ = ["Engine", "EngineSpec", "KVModel", "Mismatch", "Result", "run_until"]
+__all__ = [
+    "LOOPBACK",
+    "VERSION",
+    "Engine",
+    "EngineSpec",
+    "KVModel",
+    "Mismatch",
+    "Result",
+    "run_until",
+]
 
 
 @dataclass

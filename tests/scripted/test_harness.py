@@ -6,12 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import vllm
-from harness import Engine, Result, run_until
+from harness import LOOPBACK, VERSION, Engine, Result, run_until
 from pairs import prompt_of
 
-VERSION = tuple(int(part) for part in vllm.__version__.split(".")[:2])
-LOOPBACK = {"connector": "LoopbackConnector", "module_path": "loopback_connector"}
 PAIRS: dict[str, dict[str, Any]] = {
     "one group": {},
     "two groups": {"sliding_window": 24},
@@ -252,50 +249,3 @@ class TestTwoEngines:
         result = d.run(request_id)[0]
         right = d.model.generate(prompt_of(60), 3)
         assert (result.tokens == right) == (VERSION >= (0, 24))
-
-
-class TestHooks:
-    def test_hooks_come_in_the_order_of_this_version(self, make_engine: MakeEngine) -> None:
-        engine = make_engine(**LOOPBACK, num_layers=1)
-        engine.add_request(prompt_of(20))
-        engine.step()
-        layer = "model.layers.0.self_attn.attn"
-        results = ["get_finished"] if VERSION < (0, 30) else ["get_transfer_results"]
-        forward = [f"wait_for_layer_load {layer}", f"save_kv_layer {layer}"]
-        load = ["start_load_kv"]
-        around = load + forward if VERSION < (0, 29) else forward + load
-        assert engine.workers[0].connector.hooks == [
-            "register_kv_caches",
-            "handle_preemptions",
-            "bind_connector_metadata",
-            *around,
-            "wait_for_save",
-            *results,
-            "get_block_ids_with_load_errors",
-            "clear_connector_metadata",
-        ]
-
-    def test_a_replayed_graph_calls_no_layer_hooks(self, make_engine: MakeEngine) -> None:
-        engine = make_engine(**LOOPBACK)
-        engine.workers[0].use_layer_hooks = False
-        engine.run(engine.add_request(prompt_of(20)))
-        hooks = engine.workers[0].connector.hooks
-        assert not [hook for hook in hooks if "layer" in hook.split()[0]]
-        assert "wait_for_save" in hooks
-
-    def test_a_step_without_tokens_calls_the_hooks_of_this_version(
-        self, make_pair: Callable[..., tuple[Engine, Engine]]
-    ) -> None:
-        p, d = make_pair()
-        prompt = prompt_of(20)
-        d.add_request(prompt, kv_transfer_params=prefill(p, prompt).kv_transfer_params)
-        assert d.step() is False
-        hooks = d.workers[0].connector.hooks
-        assert "start_load_kv" in hooks
-        assert ("wait_for_save" in hooks) == (VERSION >= (0, 31))
-
-    def test_the_scheduler_side_gets_every_rank_s_handshake(self, make_engine: MakeEngine) -> None:
-        engine = make_engine(**LOOPBACK, tp_size=2)
-        assert {rank: md.rank for rank, md in engine.connector.handshakes.items()} == {0: 0, 1: 1}
-        ids = {worker.connector.engine_id for worker in engine.workers}
-        assert ids == {engine.connector.engine_id}

@@ -155,6 +155,24 @@ class TestCap:
         pair.finish()
 
 
+class TestSeveralRanks:
+    def test_the_lease_lives_until_the_last_rank_has_read(self, make_pair: MakePair) -> None:
+        pair = make_pair(tp_size=2, d={"load_failure_policy": "fail"})
+        prompt = prompt_of(70)
+        params = pair.params(prompt)
+        late = pair.network.faults(pair.producers[1])
+        late.pull_gate = threading.Event()
+        request_id = pair.decode(prompt, params)
+        received = pair.d.workers[0].connector._worker._completions
+        pair.run_until(lambda: late.pull_started.is_set() and received.num_waiting == 0)
+        for _ in range(5):
+            pair.p.step()
+        assert pair.p.free_blocks() == pair.p.initial_free_blocks - 5
+        late.pull_gate.set()
+        assert pair.is_right(prompt, pair.run(request_id)[0])
+        pair.finish()
+
+
 class TestSeveralClaims:
     def test_two_requests_with_one_ticket_both_fetch(self, make_pair: MakePair) -> None:
         """As with ``n = 2``: the lease ends after the last of them, not after the first."""

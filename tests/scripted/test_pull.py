@@ -5,13 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import vllm
-from harness import Engine
+from harness import VERSION, Engine
 from pairs import CONNECTOR, MakePair, Pair, counts, num_blocks_pulled, prompt_of
 
 from vllm_llmdd_connector.errors import ConfigError
 
-VERSION = tuple(int(part) for part in vllm.__version__.split(".")[:2])
 needs_failure_route = pytest.mark.skipif(
     VERSION < (0, 30), reason="before vLLM 0.30 the connector refuses several KV cache groups"
 )
