@@ -189,7 +189,8 @@ Visitor receive_visitor(const Rendezvous& rendezvous, const Nonce& token, int tc
   });
 }
 
-Hello receive_hello(const Identity& self, int tcp, int stop_fd, uint64_t& claimed_cluster_id) {
+Hello receive_hello(const Identity& self, int tcp, int stop_fd,
+                    std::optional<uint64_t>& claimed_cluster_id) {
   WaitLimit limit{Deadline::after_ms(kHelloTimeoutMs), stop_fd};
   return or_reject(tcp, limit, [&] {
     Hello hello = Hello::decode(expect(tcp, MessageType::kHello, limit).payload);
@@ -216,7 +217,8 @@ Greeted greet_listener(const Identity& self, const Prober& prober, const DialTar
 }
 
 void greet_dialer(const Identity& self, const Prober& prober, UniqueFd tcp, int stop_fd,
-                  uint64_t& claimed_cluster_id, const std::function<void(Greeted)>& file) {
+                  std::optional<uint64_t>& claimed_cluster_id,
+                  const std::function<void(Greeted)>& file) {
   Hello hello = receive_hello(self, tcp.get(), stop_fd, claimed_cluster_id);
   int64_t timeout_ms = std::clamp(hello.timeout_ms, 1U, kMaxHandshakeMs);
   WaitLimit limit{Deadline::after_ms(timeout_ms), stop_fd};

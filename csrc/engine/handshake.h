@@ -17,6 +17,7 @@
 #pragma once
 
 #include <functional>
+#include <optional>
 #include <string>
 
 #include "common/random.h"
@@ -59,6 +60,7 @@ Greeted greet_listener(const Identity& self, const Prober& prober, const DialTar
 // as its first message, or throws Error to refuse it, which the peer is told. `claimed_cluster_id`
 // is set as soon as the peer has named itself.
 void greet_dialer(const Identity& self, const Prober& prober, UniqueFd tcp, int stop_fd,
-                  uint64_t& claimed_cluster_id, const std::function<void(Greeted)>& file);
+                  std::optional<uint64_t>& claimed_cluster_id,
+                  const std::function<void(Greeted)>& file);
 
 }  // namespace llmdd

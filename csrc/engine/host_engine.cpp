@@ -98,12 +98,13 @@ void HostEngine::unregister_cache(int64_t cache_id) {
 }
 
 void HostEngine::greet(UniqueFd tcp) {
-  uint64_t cluster_id = 0;
+  std::optional<uint64_t> cluster_id;
   try {
     greet_dialer(identity_, prober_, std::move(tcp), stop_.fd(), cluster_id,
                  [this](Greeted greeted) { file(std::move(greeted)); });
   } catch (const std::exception& error) {
-    note_link_error(cluster_id, error.what(), false);
+    if (cluster_id) return note_link_error(*cluster_id, error.what(), false);
+    log(LogLevel::kWarning, std::string("a caller at the listening port: ") + error.what());
   }
 }
 

@@ -11,8 +11,8 @@ import importlib
 import mmap
 import os
 import random
-import threading
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 HOST_ENGINE = "vllm_llmdd_connector.datadist"
@@ -213,8 +213,14 @@ class Cluster:
     def native_threads(self) -> int:
         return len(os.listdir("/proc/self/task"))
 
-    def python_threads(self) -> int:
-        return threading.active_count()
+    def wake_ups(self) -> dict[str, int]:
+        """How often each thread but the main one has gone to sleep, by thread id."""
+        counts = {}
+        for task in Path("/proc/self/task").iterdir():
+            if int(task.name) != os.getpid():
+                status = (task / "status").read_text()
+                counts[task.name] = int(status.partition("voluntary_ctxt_switches:")[2].split()[0])
+        return counts
 
     def resident_kib(self) -> int:
         with open("/proc/self/statm") as statm:

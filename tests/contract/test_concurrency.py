@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from contract.cluster import Cluster, block_pieces, moved
-from contract.errors import refused
+from contract.errors import refused, wait_until
 from contract.peer import Peer
 
 Pair = Callable[..., tuple[Cluster, Peer]]
@@ -102,6 +103,24 @@ class TestThreads:
             local.pull_blocks(local.api.BlocksCacheKey(2), cache, [0], [0])
         done.set()
         registering.join()
+
+
+class TestIdle:
+    def test_threads_sleep_until_there_is_work(
+        self, make_local: MakeLocal, make_peer: MakePeer
+    ) -> None:
+        """An accept thread and three link threads: none wakes up by itself."""
+        local = make_local()
+        for cluster_id in (2, 3, 4):
+            peer = make_peer(cluster_id)
+            assert local.link(cluster_id, peer.listen_port).name == "LLM_SUCCESS"
+
+        def sleeping() -> bool:
+            before = local.wake_ups()
+            time.sleep(0.3)
+            return local.wake_ups() == before
+
+        wait_until(sleeping)  # greetings may still be ending
 
 
 class TestNothingIsLeftBehind:

@@ -39,8 +39,11 @@ def build() -> None:
         *("-DLLMDD_SANITIZE=ON", "-DCMAKE_BUILD_TYPE=RelWithDebInfo"),
         f"-DPython_EXECUTABLE={sys.executable}",
     ]
-    subprocess.run(configure, check=True, stdout=subprocess.DEVNULL)
-    subprocess.run(["cmake", "--build", str(BUILD)], check=True)
+    # cmake and ninja may come from the environment of this Python.
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    environment = {**os.environ, "PATH": path}
+    subprocess.run(configure, check=True, stdout=subprocess.DEVNULL, env=environment)
+    subprocess.run(["cmake", "--build", str(BUILD)], check=True, env=environment)
 
 
 def stage() -> None:
