@@ -15,7 +15,7 @@ PYTEST_ARGS ?=
 DEMO_ARGS ?=
 BENCH_ARGS ?=
 
-.PHONY: help setup demo test test-fast lint format asan bench clean distclean
+.PHONY: help setup setup-tests demo test test-fast lint format asan bench clean distclean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -23,16 +23,17 @@ help: ## this list
 setup: ## .venv with vLLM's CPU build and this project (first time: 3 min, 0.7 GB fetched; later: 1 s)
 	@$(SETUP) env project
 
+setup-tests: ## the same, with the model and the oldest supported vLLM's Python files (1 min more)
+	@$(SETUP) env project model vllm23
+
 demo: ## two vLLM servers and a proxy on this machine, checked prompt by prompt (2 min once set up)
 	@$(SETUP) env project model
 	@$(BIN)/python examples/disaggregated_prefill/demo.py $(DEMO_ARGS)
 
-test: ## every test, real servers included (10 min)
-	@$(SETUP) env project model vllm23
+test: setup-tests ## every test, real servers included (10 min)
 	@$(BIN)/python -m pytest tests $(PYTEST_ARGS)
 
-test-fast: ## every test that starts no vLLM server (2 min)
-	@$(SETUP) env project model vllm23
+test-fast: setup-tests ## every test that starts no vLLM server (2 min)
 	@$(BIN)/python -m pytest tests -m "not e2e" $(PYTEST_ARGS)
 
 lint: ## ruff, mypy --strict, clang-format, all read-only

@@ -84,11 +84,11 @@ class Row:
 class Demo:
     """The running servers and what they are asked."""
 
-    def __init__(self, model: Model, prefill: str, decode: str, proxy: str) -> None:
+    def __init__(self, model: Model, digests: Path, urls: tuple[str, str, str]) -> None:
+        """`urls` are those of prefill, decode and proxy; `digests` is the connector's folder."""
         self._model = model
-        self._prefill = prefill
-        self._decode = decode
-        self._proxy = proxy
+        self._digests = digests
+        self._prefill, self._decode, self._proxy = urls
 
     def run(self) -> list[Row]:
         rows = []
@@ -108,7 +108,7 @@ class Demo:
 
         expected = self._expected(case, reply.prompt_tokens)
         text = check_tokens(reply.tokens, reference.tokens)
-        problems = check_digests(read_digests(WORK / "digests"), request_id, expected)
+        problems = check_digests(read_digests(self._digests), request_id, expected)
         problems += text.problems
         problems += self._check_counters(moved, expected)
         compared = f"{text.compared} tokens"
@@ -156,22 +156,22 @@ class Demo:
             time.sleep(0.2)
 
 
-def start(servers: Servers, model: Model) -> Demo:
+def start(servers: Servers, model: Model, digests: Path) -> Demo:
     """Start P and D side by side, then the proxy in front of them."""
-    prefill = servers.start(_spec("prefill", "kv_producer", model))
-    decode = servers.start(_spec("decode", "kv_consumer", model))
+    prefill = servers.start(_spec("prefill", "kv_producer", model, digests))
+    decode = servers.start(_spec("decode", "kv_consumer", model, digests))
     servers.wait_ready()
     proxy = servers.start(ProxySpec("proxy", [prefill.url], [decode.url]))
     servers.wait_ready()
-    return Demo(model, prefill.url, decode.url, proxy.url)
+    return Demo(model, digests, (prefill.url, decode.url, proxy.url))
 
 
-def _spec(name: str, role: str, model: Model) -> ServerSpec:
+def _spec(name: str, role: str, model: Model, digests: Path) -> ServerSpec:
     config: dict[str, Any] = {
         "kv_connector": "LLMDataDistConnector",
         "kv_role": role,
         "kv_load_failure_policy": "fail",  # a failed transfer must be seen here, not repaired
-        "kv_connector_extra_config": {"kv_digest": str(WORK / "digests")},
+        "kv_connector_extra_config": {"kv_digest": str(digests)},
     }
     arguments = ("--max-model-len", "4096")
     return ServerSpec(name, Path(model.name), config, arguments=arguments, dtype=model.dtype)
@@ -201,19 +201,15 @@ def show(rows: list[Row]) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="P, D and a proxy on this machine, checked.")
-    parser.add_argument("--model", type=Path, default=MODEL, help="default: %(default)s")
-    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="default: %(default)s")
-    arguments = parser.parse_args()
-    if not (arguments.model / "config.json").is_file():
-        parser.error(f"no model in {arguments.model}; `make demo` makes one")
+    arguments = _parse()
     model = Model.read(arguments.model, arguments.dtype)
+    work: Path = arguments.work_dir
     raise_on_terminate()
-    shutil.rmtree(WORK, ignore_errors=True)
+    shutil.rmtree(work / "digests", ignore_errors=True)
     begin = time.monotonic()
     try:
-        with Servers(WORK, lambda line: console.print(f"  {line}", style="dim")) as servers:
-            rows = start(servers, model).run()
+        with Servers(work, lambda line: console.print(f"  {line}", style="dim")) as servers:
+            rows = start(servers, model, work / "digests").run()
     except KeyboardInterrupt:
         console.print("stopped; every server it had started has ended")
         return 130
@@ -227,6 +223,18 @@ def main() -> int:
         f"logprobs of a single server, blocks and bytes moved. {time.monotonic() - begin:.0f} s."
     )
     return 1 if wrong else 0
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="P, D and a proxy on this machine, checked.")
+    add = parser.add_argument
+    add("--model", type=Path, default=MODEL, help="default: %(default)s")
+    add("--dtype", choices=DTYPES, default="float32", help="default: %(default)s")
+    add("--work-dir", type=Path, default=WORK, help="logs and digests (default: %(default)s)")
+    arguments = parser.parse_args()
+    if not (arguments.model / "config.json").is_file():
+        parser.error(f"no model in {arguments.model}; `make demo` makes one")
+    return arguments
 
 
 if __name__ == "__main__":
