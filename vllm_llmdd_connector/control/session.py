@@ -167,6 +167,12 @@ class ClientSession:
         host, port = self.address
         stage = "handshake" if self.state is SessionState.OPENING else "claim"
         reason = f"no answer from {host}:{port} to the {stage} in time"
+        if self.state is SessionState.READY:
+            # P may still grant what nobody waits for; without a drop its lease had to expire.
+            for claim_id in late:
+                self._pending_drops[claim_id] = _OpenClaim(
+                    self._claims[claim_id].ticket, now_s + RESEND_S
+                )
         reaction = self._refuse(late, stage, reason)
         for claim_id, drop in list(self._pending_drops.items()):
             if drop.deadline_s <= now_s:
