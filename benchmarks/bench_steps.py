@@ -1,14 +1,14 @@
 """What the connector's hooks cost in each engine step.
 
-Calls every hook that vLLM calls in a step, scheduler side and worker side, in vLLM's order, on a real
-connector with a real engine behind it, and prints one JSON line per arm:
+Calls every hook that vLLM calls in a step, scheduler side and worker side, in vLLM's order, on a
+real connector with a real engine behind it, and prints one JSON line per arm:
 
 * ``idle``: running requests that have nothing to transfer (1, 64 and 256 of them);
 * ``admit``: a D request of 8,192 blocks is allocated and its pull ordered;
 * ``after_admit``: the steps that follow while its blocks are awaited;
 * ``hand_over``: a P request of 8,192 blocks finishes and its lease is opened.
 
-``copy_ids_us`` is the plain cost of what cannot be avoided: building two lists of as many block ids.
+``copy_ids_us`` is the plain cost of what cannot be avoided: two lists of as many block ids.
 """
 
 import argparse
