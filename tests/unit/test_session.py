@@ -160,9 +160,11 @@ class TestReady:
     def test_claim_without_answer_is_sent_again_then_refused_by_its_deadline(self) -> None:
         session = ready_session()
         assert names(session.tick(RESEND_S)) == ["Claim"]
-        (outcome,) = session.tick(100.0).outcomes
+        last = session.tick(100.0)
+        (outcome,) = last.outcomes
         assert isinstance(outcome, Refused)
         assert outcome.stage == "claim"
+        assert names(last) == ["Drop"]
         assert session.tick(200.0) == Reaction()
 
     def test_ticket_of_an_earlier_process_is_refused_without_asking(self) -> None:

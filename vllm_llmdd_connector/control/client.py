@@ -165,8 +165,9 @@ class ControlClient:
         return known
 
     def _react(self, session: ClientSession, dialer: Dialer, reaction: Reaction) -> None:
-        dialer.send(reaction.send)
+        # Outcomes first: whatever happens to the messages, a claim has its answer.
         self._outcomes.extend(reaction.outcomes)
+        dialer.send(reaction.send)
         if session.is_over and session.address in self._sessions:
             self._log_end(session)
             del self._sessions[session.address]
