@@ -38,7 +38,8 @@ class ConnectorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """D: how long a new request waits for P's first answer before it is prefilled locally."""
 
     request_timeout_s: float = 60.0
-    """D: from the allocation of a request's blocks to its report, whatever happens."""
+    """D: how long a request with blocks may wait behind other transfers; linking, copying and P's
+    confirmation have bounds of their own."""
 
     link_timeout_ms: int = 3000
     """D: bound on linking one worker to one peer worker."""

@@ -1,9 +1,8 @@
 """``LLMDataDistConnector``: what vLLM loads. A thin facade that forwards each hook by role.
 
 One source serves vLLM 0.23 to 0.33: hooks that a release does not know are simply never called
-there, and
-``get_transfer_results`` (0.30) and ``get_finished`` (before) drain the same results. vLLM's
-frontend imports this module, so it imports vLLM's base class and nothing heavy.
+there, and ``get_transfer_results`` (0.30) and ``get_finished`` (before) drain the same results.
+vLLM's frontend imports this module, so it imports vLLM's base class and nothing heavy.
 """
 
 from typing import TYPE_CHECKING, Any

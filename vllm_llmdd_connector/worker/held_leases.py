@@ -1,9 +1,8 @@
 """P's worker: is a block that a D rank has read still held? Pure state behind one lock.
 
 The main thread learns of new and ended leases from the step message; the release server asks for
-every
-``Release``. A rank confirms until the moment it reports the blocks as sent, never afterwards: both
-happen under the lock. Production numbers rise, so an unknown one is either forgotten (confirm
+every ``Release``. A rank confirms until the moment it reports the blocks as sent, never afterwards:
+both happen under the lock. Production numbers rise, so an unknown one is either forgotten (confirm
 never) or so new that the step message is still on its way (the answer waits for it).
 """
 
