@@ -241,10 +241,8 @@ def serve(pipe: Connection) -> None:
             return
         try:
             if name == "start":
-                worker, answer = Worker(*arguments), None
-            else:
-                answer = getattr(worker, name)(*arguments)
-            pipe.send((True, answer))
+                worker = Worker(*arguments)
+            pipe.send((True, None if name == "start" else getattr(worker, name)(*arguments)))
         except Exception as error:
             pipe.send((False, f"{type(error).__name__}: {error}"))
 
@@ -302,17 +300,17 @@ class Arm:
             process.signal(number)
 
     @contextmanager
-    def awake(self) -> Iterator[None]:
+    def _awake(self) -> Iterator[None]:
         self._signal(signal.SIGCONT)
         yield
         self._signal(signal.SIGSTOP)
 
     def run(self, block_bytes: int, pattern: str, batch: int) -> float:
-        with self.awake():
+        with self._awake():
             return float(self._initiator.call("run", block_bytes, pattern, batch))
 
     def check(self, block_bytes: int, pattern: str, batch: int) -> None:
-        with self.awake():
+        with self._awake():
             self._taker.call("check", block_bytes, pattern, batch)
 
     def close(self) -> None:
