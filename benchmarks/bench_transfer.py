@@ -86,9 +86,7 @@ def block_lists(
         block_range = list(range(first, first + count))
         return block_range, block_range
     dice = random.Random(rounds)
-    src, dst = list(range(num_blocks)), list(range(num_blocks))
-    dice.shuffle(src)
-    dice.shuffle(dst)
+    src, dst = (dice.sample(range(num_blocks), num_blocks) for _ in range(2))
     return src[first : first + count], dst[first : first + count]
 
 
@@ -281,7 +279,7 @@ class Process:
 
 
 class Arm:
-    """The processes of one arm for one operation; stopped except while it is measured."""
+    """The processes of one arm for one operation; stopped except while measured."""
 
     def __init__(self, name: str, op: str, settings: Settings) -> None:
         self.name = name
@@ -384,8 +382,8 @@ def main(arguments: list[str]) -> None:
                 stack.callback(arms[-1].close)
             for block_bytes in settings.block_bytes:
                 for pattern in PATTERNS:
-                    case = {**asdict(settings), "threads": 1, "op": op, "pattern": pattern}
-                    case["block_bytes"] = block_bytes
+                    own = {"op": op, "block_bytes": block_bytes, "pattern": pattern}
+                    case = {**asdict(settings), "threads": 1, **own}
                     rates = measure(arms, settings, block_bytes, pattern)
                     rows.append(report_case(report, rates, case))
                     report.progress(f"{rows[-1][0]}: done")
