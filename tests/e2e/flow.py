@@ -70,6 +70,11 @@ class Pair:
         with ThreadPoolExecutor(len(bodies)) as pool:
             return list(pool.map(lambda body: self.run(**body), bodies))
 
+    def prefill_metrics(self) -> dict[str, float]:
+        """P's metrics, brought up to date: an idle vLLM publishes nothing, so ask it for a token."""
+        post(self.prefill_server, {"prompt": [1], "max_tokens": 1})
+        return metrics(self.prefill_server)
+
     def reference(self, **body: Any) -> Answer:
         """What one server alone answers: P without params, apart from its prefix cache."""
         self._salt += 1

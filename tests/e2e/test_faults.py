@@ -117,7 +117,7 @@ def test_lease_that_expired_before_d_comes_ends_in_a_local_prefill(pair: Pair) -
     body = body_of(2)
     params = pair.prefill(**body)["kv_transfer_params"]
     wait_until(
-        lambda: metrics(pair.prefill_server)["leases_expired"] == 1,
+        lambda: pair.prefill_metrics()["leases_expired"] == 1,
         "the lease expires",
         LEASE_S * 3,
     )
@@ -164,11 +164,11 @@ def test_stopped_p_worker_is_a_clean_error_under_policy_fail(
 def test_client_that_leaves_while_d_waits_releases_both_sides(pair: Pair) -> None:
     body = body_of(7)
     params = pair.prefill(**body)["kv_transfer_params"]
-    released = metrics(pair.prefill_server)["leases_released"]
+    released = pair.prefill_metrics()["leases_released"]
     with stopped(pair.prefill_server, "EngineCore"), pytest.raises(httpx.ReadTimeout):
         post(pair.decode_server, body | {"kv_transfer_params": params}, timeout_s=1)
     wait_until(
-        lambda: metrics(pair.prefill_server)["leases_released"] == released + 1,
+        lambda: pair.prefill_metrics()["leases_released"] == released + 1,
         "P is told to release, its lease does not expire",
         LEASE_S * 3,
     )
