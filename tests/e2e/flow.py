@@ -71,7 +71,7 @@ class Pair:
             return list(pool.map(lambda body: self.run(**body), bodies))
 
     def prefill_metrics(self) -> dict[str, float]:
-        """P's metrics, brought up to date: an idle vLLM publishes nothing, so ask it for a token."""
+        """P's metrics, up to date: an idle vLLM publishes nothing, so ask it for a token."""
         post(self.prefill_server, {"prompt": [1], "max_tokens": 1})
         return metrics(self.prefill_server)
 

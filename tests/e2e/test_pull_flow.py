@@ -73,12 +73,7 @@ def test_one_token_beyond_a_block_that_d_has_needs_no_transfer(pair: Pair) -> No
         lambda: metrics(pair.decode_server)["recv_not_needed"] == before["recv_not_needed"] + 1,
         "D counts the request as one that needed nothing",
     )
-    wait_until(
-        lambda: (
-            pair.prefill_metrics()["leases_opened"] == pair.prefill_metrics()["leases_released"]
-        ),
-        "P is released although nothing was transferred",
-    )
+    wait_for_all_leases_to_end(pair)
 
 
 def test_prefix_cached_on_d_is_not_transferred_again(pair: Pair) -> None:
