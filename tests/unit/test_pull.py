@@ -285,10 +285,11 @@ class TestPeerRestarted:
         request_id = puller.submit(1)
         release = peer.next_release()
         peer.disown(release)
+        puller.wait_reported(request_id)
         peer.ack(release)
-        other = puller.submit(2)
+        other = puller.submit(2, session=6)
         peer.ack(peer.releases_by_claim([2])[2])
-        puller.wait_reported(request_id, other)
+        puller.wait_reported(other)
         assert (list(puller.failed), puller.received) == ([request_id], [other])
 
     def test_job_cancelled_before_is_reported_as_received(
