@@ -116,6 +116,15 @@ class Producer:
             return False, None
         if request.status.name not in _HANDED_OVER:
             return False, None
+        if self._block_pool is None:
+            self._stats.count("not_handed_over")
+            logger.warning(
+                "request %s: not handed over, vLLM has not bound its block pool; does a wrapping "
+                "connector forward bind_gpu_block_pool?",
+                request.request_id,
+            )
+            return False, None
+        self.free_ended()
         prompt_id = request_prompt_hash(request)
         if prompt_id is None:
             self._stats.count("not_handed_over")
