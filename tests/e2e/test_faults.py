@@ -194,7 +194,10 @@ def test_d_killed_costs_p_one_lease_time_and_a_restarted_d_is_served(
     body = body_of(10)
     params = pair.prefill(**body)["kv_transfer_params"]
     pair.decode_server = restart(servers, pair.decode_server)
-    wait_until(lambda: kv_cache_usage(pair.prefill_server) == 0.0, "P frees the lease", LEASE_S * 4)
+    wait_until(
+        lambda: pair.prefill_metrics()["leases_expired"] == 1, "P ends the lease", LEASE_S * 4
+    )
+    assert kv_cache_usage(pair.prefill_server) == 0.0
     assert_same_generation(pair.reference(**body), pair.decode(params, **body))
     check_service(pair, 11)
 
