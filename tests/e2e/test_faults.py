@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import signal
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -175,11 +176,23 @@ def test_client_that_leaves_while_d_waits_releases_both_sides(pair: Pair) -> Non
     wait_until(lambda: kv_cache_usage(pair.decode_server) == 0.0, "D holds nothing")
 
 
-def test_p_killed_before_d_comes_ends_in_a_local_prefill(pair: Pair, servers: Servers) -> None:
+def test_p_killed_ends_in_a_local_prefill_and_disturbs_no_decode(
+    pair: Pair, servers: Servers
+) -> None:
     body = body_of(8)
     reference = pair.reference(**body)
     params = pair.prefill(**body)["kv_transfer_params"]
-    pair.prefill_server.send(signal.SIGKILL)
+    long_body = body_of(80) | {"max_tokens": 150}
+    long_reference = pair.reference(**long_body)
+    long_params = pair.prefill(**long_body)["kv_transfer_params"]
+    received = metrics(pair.decode_server)["recv_requests"]
+    with ThreadPoolExecutor(1) as pool:
+        decoding = pool.submit(pair.decode, long_params, **long_body)
+        wait_until(
+            lambda: metrics(pair.decode_server)["recv_requests"] == received + 1, "D has the KV"
+        )
+        pair.prefill_server.send(signal.SIGKILL)
+        assert_same_generation(long_reference, decoding.result())
     pair.prefill_server.process.wait()
     assert_same_generation(reference, pair.decode(params, **body))
     pair.prefill_server = restart(servers, pair.prefill_server)

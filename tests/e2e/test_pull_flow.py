@@ -19,8 +19,10 @@ from flow import (
     kv_cache_usage,
     metrics,
     post,
+    post_many,
 )
 from prompts import prompt_of
+from servers import ProxySpec, Servers
 
 BLOCK_SIZE = 128
 NUM_LAYERS = 30
@@ -127,13 +129,16 @@ def test_chat_completion_arrives_whole(pair: Pair) -> None:
     assert "Paris" in text
 
 
-def test_64_requests_at_once_all_arrive(pair: Pair) -> None:
+def test_64_requests_at_once_through_the_proxy_all_arrive(pair: Pair, servers: Servers) -> None:
+    proxy = servers.start(ProxySpec("proxy", [pair.prefill_server.url], [pair.decode_server.url]))
+    servers.wait_ready()
     bodies = [
-        {"prompt": prompt_of(40 + 7 * i, 100 + i), "max_tokens": 4, "logprobs": 2}
+        {"prompt": prompt_of(20 + 4 * i, 100 + i), "max_tokens": 4, "logprobs": 2}
         for i in range(64)
     ]
     before = metrics(pair.decode_server)
-    answers = pair.run_many(bodies)
+    model = str(pair.decode_server.spec.model)
+    answers = post_many(proxy, [body | {"model": model} for body in bodies])
     after = metrics(pair.decode_server)
     assert after["recv_requests"] - before["recv_requests"] == 64
     for body, answer in zip(bodies[::16], answers[::16], strict=True):
