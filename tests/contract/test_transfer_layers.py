@@ -111,7 +111,7 @@ def test_c59_addresses_and_ranges_must_fit(pair: Pair, remote: bool) -> None:
         local.transfer(synchronizer, source, [target.config(range(3, 5))])
     if not remote:
         config = target.config(range(2))
-        for addrs in ([], config.dst_addrs[:3], config.dst_addrs + [1]):
+        for addrs in ([], config.dst_addrs[:3], [*config.dst_addrs, 1]):
             config.dst_addrs = addrs
             with refused(local.api):
                 local.transfer(synchronizer, source, [config])
