@@ -39,6 +39,11 @@ void MarkedStep::close() { end(State::kClosed); }
 
 void MarkedStep::abort() { end(State::kAborted); }
 
+bool MarkedStep::is_marked(uint64_t layer) {
+  std::lock_guard lock(mutex_);
+  return layer < marked_.size() && marked_[layer];
+}
+
 void MarkedStep::wake() {
   {
     std::lock_guard lock(mutex_);

@@ -32,6 +32,7 @@ class MarkedStep {
   // cancelled.
   bool wait(uint64_t layer, const std::optional<Deadline>& deadline,
             const std::atomic<bool>* cancelled);
+  bool is_marked(uint64_t layer);
   void wake();
 
  private:
@@ -72,6 +73,8 @@ class MarksGate : public LayerGate {
   bool wait(uint64_t layer, const std::atomic<bool>& cancelled) override {
     return step_->wait(layer, std::nullopt, &cancelled);
   }
+  bool allows_overlap() const override { return true; }
+  bool is_open(uint64_t layer) override { return step_->is_marked(layer); }
   void wake() override { step_->wake(); }
 
  private:

@@ -12,6 +12,8 @@ namespace llmdd {
 namespace {
 
 constexpr std::chrono::seconds kGateGrace{5};
+constexpr size_t kMostUnderWay = 8;
+constexpr size_t kFewRuns = 10'000;
 
 std::string identity(const LayerTarget& target, uint64_t layer) {
   return "cluster " + std::to_string(target.target.cluster_id) + ": layer " +
@@ -64,8 +66,9 @@ void LayerTask::run() {
     std::lock_guard lock(mutex_);
     gate = gate_;
   }
-  uint64_t layer = 0;
-  while (layer < request_.num_layers && run_layer(layer)) ++layer;
+  bool going = true;
+  for (uint64_t layer = 0; going && layer < request_.num_layers; ++layer) going = run_layer(layer);
+  if (!going || !finish_down_to(0)) await_the_rest();
   gate->finish();
   gate.reset();
   std::shared_ptr<LayerGate> last;  // destroyed outside the lock: that may run Python code
@@ -92,6 +95,11 @@ std::vector<size_t> LayerTask::wanting(uint64_t layer) const {
 bool LayerTask::run_layer(uint64_t layer) {
   std::vector<size_t> wanted = wanting(layer);
   if (wanted.empty()) return true;
+  if (!gate_->is_open(layer)) {
+    if (!finish_down_to(0)) return false;
+    wanted = wanting(layer);  // a destination may have been withdrawn
+    if (wanted.empty()) return true;
+  }
   if (!wait_for(layer, wanted)) return false;
   return std::all_of(wanted.begin(), wanted.end(),
                      [this, layer](size_t index) { return push_to(index, layer); });
@@ -105,17 +113,63 @@ bool LayerTask::wait_for(uint64_t layer, const std::vector<size_t>& wanted) {
   } catch (const Error& error) {  // logged by the gate
     status = error.status();
   }
-  for (size_t index : wanted) decide(index, status);
+  if (!finish_down_to(0)) return false;
+  for (size_t index : wanted) {
+    if (!results_[index]) decide(index, status);
+  }
   return false;
 }
 
 bool LayerTask::push_to(size_t index, uint64_t layer) {
+  if (!finish_down_to(most_under_way() - 1)) return false;
+  return attempt(index, layer, [&] { under_way_.push_back(start_push(index, layer)); });
+}
+
+bool LayerTask::finish_down_to(size_t left) {
+  while (under_way_.size() > left) {
+    if (!finish_oldest()) return false;
+  }
+  return true;
+}
+
+bool LayerTask::finish_oldest() {
+  UnderWay oldest = std::move(under_way_.front());
+  under_way_.pop_front();
+  if (results_[oldest.index]) {  // withdrawn: whatever the answer is
+    await(oldest);
+    return true;
+  }
+  return attempt(oldest.index, oldest.layer, [&] {
+    Sending sending(*this);
+    transfers_.finish_push(oldest.pushing);
+    if (oldest.layer + 1 == request_.targets[oldest.index].src_layers.stop) {
+      decide(oldest.index, Status::kSuccess);
+    }
+  });
+}
+
+void LayerTask::await(const UnderWay& push) {
+  try {
+    Sending sending(*this);
+    transfers_.finish_push(push.pushing);
+  } catch (const Error&) {
+    // The task, or this destination, has ended with an earlier failure.
+  }
+}
+
+void LayerTask::await_the_rest() {
+  for (const UnderWay& push : under_way_) await(push);
+  under_way_.clear();
+}
+
+bool LayerTask::attempt(size_t index, uint64_t layer, const std::function<void()>& action) {
   const LayerTarget& target = request_.targets[index];
   try {
-    push(index, layer);
+    action();
+    return true;
   } catch (const Error& error) {
-    decide(index, error.status());
     bool withdrawn = is_withdrawn(target, error.status());
+    decide(index, error.status());
     log(withdrawn ? LogLevel::kDebug : LogLevel::kError, identity(target, layer) + error.what());
     return withdrawn;
   } catch (const std::exception& error) {
@@ -123,11 +177,14 @@ bool LayerTask::push_to(size_t index, uint64_t layer) {
     log(LogLevel::kError, identity(target, layer) + error.what());
     return false;
   }
-  if (layer + 1 == target.src_layers.stop) decide(index, Status::kSuccess);
-  return true;
 }
 
-void LayerTask::push(size_t index, uint64_t layer) {
+// Long lists of runs would fill the link's buffer of outgoing messages.
+size_t LayerTask::most_under_way() const {
+  return gate_->allows_overlap() && request_.dst_blocks.size() <= kFewRuns ? kMostUnderWay : 1;
+}
+
+LayerTask::UnderWay LayerTask::start_push(size_t index, uint64_t layer) {
   Sending sending(*this);
   const LayerTarget& target = request_.targets[index];
   uint32_t per_layer = request_.tensors_per_layer;
@@ -140,7 +197,8 @@ void LayerTask::push(size_t index, uint64_t layer) {
   uint64_t dst_layer = target.first_dst_layer + nth;
   Layers layers{LayerRange{layer, layer + 1}, LayerRange{dst_layer, dst_layer + 1}, per_layer};
   std::shared_ptr<Cache> cache = transfers_.source(to, request_.src_cache_id);
-  transfers_.push(to, *cache, layers, source_of(index, cache->layout));
+  const PushSource& source = source_of(index, cache->layout);
+  return {index, layer, transfers_.start_push(to, std::move(cache), layers, source)};
 }
 
 const PushSource& LayerTask::source_of(size_t index, const CacheLayout& layout) {

@@ -4,6 +4,9 @@
 //   layer WAITING --gate--> COMPUTED --push, each destination in order--> DONE
 //   The gate's refusal, and a destination's first failure, end the whole task.
 //
+// If the gate allows it, a few pushes are under way at once. They are still judged in order, and a
+// task that has ended has none left; after a failure, some of them may have arrived unreported.
+//
 // The thread touches the engine only while it pushes, and `cancel` waits for that alone: a gate
 // that never answers cannot keep an engine from being destroyed.
 #pragma once
@@ -11,6 +14,8 @@
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
+#include <deque>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -63,12 +68,25 @@ class LayerTask : public std::enable_shared_from_this<LayerTask> {
 
  private:
   class Sending;  // the thread uses the engine
+  struct UnderWay {
+    size_t index = 0;
+    uint64_t layer = 0;
+    Transfers::Pushing pushing;
+  };
 
   void run();
   bool run_layer(uint64_t layer);
   bool wait_for(uint64_t layer, const std::vector<size_t>& wanted);
   bool push_to(size_t index, uint64_t layer);
-  void push(size_t index, uint64_t layer);
+  UnderWay start_push(size_t index, uint64_t layer);
+  // Waits until at most `left` pushes are under way. False when one has ended the task.
+  bool finish_down_to(size_t left);
+  bool finish_oldest();
+  // Calls `action`; false when its failure ends the task.
+  bool attempt(size_t index, uint64_t layer, const std::function<void()>& action);
+  void await(const UnderWay& push);
+  void await_the_rest();
+  size_t most_under_way() const;
   std::vector<size_t> wanting(uint64_t layer) const;
   const PushSource& source_of(size_t index, const CacheLayout& layout);
   void decide(size_t index, Status status);
@@ -77,6 +95,7 @@ class LayerTask : public std::enable_shared_from_this<LayerTask> {
   const LayerRequest request_;
   const pid_t owner_pid_;
   std::vector<std::optional<PushSource>> sources_;  // task thread only
+  std::deque<UnderWay> under_way_;                  // task thread only
   std::thread thread_;
   std::atomic<bool> cancelled_{false};
 

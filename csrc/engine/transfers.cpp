@@ -159,23 +159,24 @@ void Transfers::push_cache(const Remote& dst, int64_t src_cache_id, uint64_t src
                            const Layers& layers) {
   PushTarget target{dst.cluster_id, dst.ref, 0, {}};
   std::shared_ptr<Cache> cache = source(target, src_cache_id);
-  push(target, *cache, layers, row_source(cache->layout, src_batch_index));
+  finish_push(start_push(target, cache, layers, row_source(cache->layout, src_batch_index)));
 }
 
 void Transfers::push_blocks(const PushTarget& dst, int64_t src_cache_id,
                             const std::vector<uint64_t>& src_blocks,
                             const std::vector<uint64_t>& dst_blocks, const Layers& layers) {
   std::shared_ptr<Cache> cache = source(dst, src_cache_id);
-  push(dst, *cache, layers, blocks_source(cache->layout, src_blocks, dst_blocks));
+  finish_push(start_push(dst, cache, layers, blocks_source(cache->layout, src_blocks, dst_blocks)));
 }
 
-void Transfers::push(const PushTarget& dst, const Cache& source, const Layers& layers,
-                     const PushSource& from) const {
+Transfers::Pushing Transfers::start_push(const PushTarget& dst, std::shared_ptr<Cache> source,
+                                         const Layers& layers, const PushSource& from) const {
   if (dst.addrs.empty() && !options_.remote_access) {
     invalid("a push needs enable_remote_cache_accessible = True");
   }
+  const CacheLayout& layout = source->layout;
   TensorRange tensors =
-      select_tensors(layers.src, source.layout.tensor_addrs.size(), layers.tensors_per_layer);
+      select_tensors(layers.src, layout.tensor_addrs.size(), layers.tensors_per_layer);
   if (from.runs.size() > kMaxRuns) {
     invalid(std::to_string(from.runs.size()) + " separate runs of blocks in one push, at most " +
             std::to_string(kMaxRuns) + " are possible; push in several calls");
@@ -191,11 +192,16 @@ void Transfers::push(const PushTarget& dst, const Cache& source, const Layers& l
   push.src_bytes = from.bytes;
   push.block_bytes = from.block_bytes;
   push.timeout_ms = static_cast<uint32_t>(options_.sync_kv_timeout_ms);
-  push.src_addrs = selected(source.layout.tensor_addrs, tensors);
+  push.src_addrs = selected(layout.tensor_addrs, tensors);
   for (uint64_t& addr : push.src_addrs) addr += from.offset;
   push.runs = from.runs;
-  link->call(MessageType::kPush, push.encode(), deadline());
-  source.check_open();  // else the peer may have copied what is no longer the cache
+  Link::Sent sent = link->start(MessageType::kPush, push.encode());
+  return {std::move(link), std::move(source), std::move(sent)};
+}
+
+void Transfers::finish_push(const Pushing& pushing) const {
+  pushing.link->finish(pushing.sent, deadline());
+  pushing.source->check_open();  // else the peer may have copied what is no longer the cache
 }
 
 }  // namespace llmdd

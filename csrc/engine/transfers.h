@@ -67,9 +67,16 @@ class Transfers {
 
   // The cache a push starts from, checked as far as `dst` allows.
   std::shared_ptr<Cache> source(const PushTarget& dst, int64_t cache_id) const;
-  // Returns when the peer has copied.
-  void push(const PushTarget& dst, const Cache& source, const Layers& layers,
-            const PushSource& from) const;
+  // A push the peer was asked for.
+  struct Pushing {
+    std::shared_ptr<Link> link;
+    std::shared_ptr<Cache> source;
+    Link::Sent sent;
+  };
+  Pushing start_push(const PushTarget& dst, std::shared_ptr<Cache> source, const Layers& layers,
+                     const PushSource& from) const;
+  // Returns when the peer has copied. sync_kv_timeout begins now.
+  void finish_push(const Pushing& pushing) const;
 
  private:
   std::shared_ptr<Cache> destination(const Remote& src, int64_t cache_id,
