@@ -82,30 +82,28 @@ void LayerTask::run() {
   changed_.notify_all();
 }
 
-std::vector<size_t> LayerTask::wanting(uint64_t layer) const {
-  std::vector<size_t> wanted;
+bool LayerTask::find_wanting(uint64_t layer) {
+  wanting_.clear();
   for (size_t i = 0; i < request_.targets.size(); ++i) {
     const LayerRange& layers = request_.targets[i].src_layers;
     bool withdrawn = results_[i].has_value();  // only this thread writes them
-    if (layer >= layers.start && layer < layers.stop && !withdrawn) wanted.push_back(i);
+    if (layer >= layers.start && layer < layers.stop && !withdrawn) wanting_.push_back(i);
   }
-  return wanted;
+  return !wanting_.empty();
 }
 
 bool LayerTask::run_layer(uint64_t layer) {
-  std::vector<size_t> wanted = wanting(layer);
-  if (wanted.empty()) return true;
+  if (!find_wanting(layer)) return true;
   if (!gate_->is_open(layer)) {
     if (!finish_down_to(0)) return false;
-    wanted = wanting(layer);  // a destination may have been withdrawn
-    if (wanted.empty()) return true;
+    if (!find_wanting(layer)) return true;  // a destination was withdrawn
   }
-  if (!wait_for(layer, wanted)) return false;
-  return std::all_of(wanted.begin(), wanted.end(),
+  if (!wait_for(layer)) return false;
+  return std::all_of(wanting_.begin(), wanting_.end(),
                      [this, layer](size_t index) { return push_to(index, layer); });
 }
 
-bool LayerTask::wait_for(uint64_t layer, const std::vector<size_t>& wanted) {
+bool LayerTask::wait_for(uint64_t layer) {
   Status status = Status::kParamInvalid;
   try {
     if (gate_->wait(layer, cancelled_)) return true;
@@ -114,7 +112,7 @@ bool LayerTask::wait_for(uint64_t layer, const std::vector<size_t>& wanted) {
     status = error.status();
   }
   if (!finish_down_to(0)) return false;
-  for (size_t index : wanted) {
+  for (size_t index : wanting_) {
     if (!results_[index]) decide(index, status);
   }
   return false;
@@ -122,7 +120,13 @@ bool LayerTask::wait_for(uint64_t layer, const std::vector<size_t>& wanted) {
 
 bool LayerTask::push_to(size_t index, uint64_t layer) {
   if (!finish_down_to(most_under_way() - 1)) return false;
-  return attempt(index, layer, [&] { under_way_.push_back(start_push(index, layer)); });
+  if (results_[index]) return true;  // withdrawn meanwhile
+  try {
+    under_way_.push_back(start_push(index, layer));
+    return true;
+  } catch (const Error& error) {
+    return finish_down_to(0) && goes_on_after(index, layer, error);
+  }
 }
 
 bool LayerTask::finish_down_to(size_t left) {
@@ -139,19 +143,24 @@ bool LayerTask::finish_oldest() {
     await(oldest);
     return true;
   }
-  return attempt(oldest.index, oldest.layer, [&] {
-    Sending sending(*this);
-    transfers_.finish_push(oldest.pushing);
-    if (oldest.layer + 1 == request_.targets[oldest.index].src_layers.stop) {
-      decide(oldest.index, Status::kSuccess);
-    }
-  });
+  try {
+    finish(oldest);
+  } catch (const Error& error) {
+    return goes_on_after(oldest.index, oldest.layer, error);
+  }
+  bool last = oldest.layer + 1 == request_.targets[oldest.index].src_layers.stop;
+  if (last) decide(oldest.index, Status::kSuccess);
+  return true;
+}
+
+void LayerTask::finish(const UnderWay& push) {
+  Sending sending(*this);
+  transfers_.finish_push(push.pushing);
 }
 
 void LayerTask::await(const UnderWay& push) {
   try {
-    Sending sending(*this);
-    transfers_.finish_push(push.pushing);
+    finish(push);
   } catch (const Error&) {
     // The task, or this destination, has ended with an earlier failure.
   }
@@ -162,21 +171,12 @@ void LayerTask::await_the_rest() {
   under_way_.clear();
 }
 
-bool LayerTask::attempt(size_t index, uint64_t layer, const std::function<void()>& action) {
+bool LayerTask::goes_on_after(size_t index, uint64_t layer, const Error& error) {
   const LayerTarget& target = request_.targets[index];
-  try {
-    action();
-    return true;
-  } catch (const Error& error) {
-    bool withdrawn = is_withdrawn(target, error.status());
-    decide(index, error.status());
-    log(withdrawn ? LogLevel::kDebug : LogLevel::kError, identity(target, layer) + error.what());
-    return withdrawn;
-  } catch (const std::exception& error) {
-    decide(index, Status::kFailed);
-    log(LogLevel::kError, identity(target, layer) + error.what());
-    return false;
-  }
+  bool withdrawn = is_withdrawn(target, error.status());
+  decide(index, error.status());
+  log(withdrawn ? LogLevel::kDebug : LogLevel::kError, identity(target, layer) + error.what());
+  return withdrawn;
 }
 
 // Long lists of runs would fill the link's buffer of outgoing messages.

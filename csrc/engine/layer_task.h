@@ -15,7 +15,6 @@
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
-#include <functional>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -76,18 +75,19 @@ class LayerTask : public std::enable_shared_from_this<LayerTask> {
 
   void run();
   bool run_layer(uint64_t layer);
-  bool wait_for(uint64_t layer, const std::vector<size_t>& wanted);
+  bool wait_for(uint64_t layer);
   bool push_to(size_t index, uint64_t layer);
   UnderWay start_push(size_t index, uint64_t layer);
   // Waits until at most `left` pushes are under way. False when one has ended the task.
   bool finish_down_to(size_t left);
   bool finish_oldest();
-  // Calls `action`; false when its failure ends the task.
-  bool attempt(size_t index, uint64_t layer, const std::function<void()>& action);
+  void finish(const UnderWay& push);
+  // Records a failure; false when it ends the task.
+  bool goes_on_after(size_t index, uint64_t layer, const Error& error);
   void await(const UnderWay& push);
   void await_the_rest();
   size_t most_under_way() const;
-  std::vector<size_t> wanting(uint64_t layer) const;
+  bool find_wanting(uint64_t layer);
   const PushSource& source_of(size_t index, const CacheLayout& layout);
   void decide(size_t index, Status status);
 
@@ -96,6 +96,7 @@ class LayerTask : public std::enable_shared_from_this<LayerTask> {
   const pid_t owner_pid_;
   std::vector<std::optional<PushSource>> sources_;  // task thread only
   std::deque<UnderWay> under_way_;                  // task thread only
+  std::vector<size_t> wanting_;  // targets that want the current layer; task thread only
   std::thread thread_;
   std::atomic<bool> cancelled_{false};
 

@@ -167,6 +167,58 @@ class TestNativeSynchronizer:
         assert names(task) == ["LLM_SUCCESS"]
         assert asked == [0, 1]
 
+    def test_overlapping_pushes_are_judged_in_order(self, pair: Pair) -> None:
+        """The second config fails as soon as it is started, when the first one is under way."""
+        local, peer = pair()
+        source, target = local.add_rows(seed=100), rows_of(local.api, True, 2, peer)
+        before = peer.dump(target.cache_id)
+        synchronizer = local.api.NativeLayerSynchronizer(2)
+        synchronizer.mark_all()
+        configs = [
+            target.config(range(1)),
+            target.config(range(1), row=1),
+            target.config(range(1), src_row=9),
+            target.config(range(2), row=2),
+        ]
+        task = local.transfer(synchronizer, source, configs)
+        assert names(task) == ["LLM_SUCCESS", "LLM_SUCCESS", "LLM_PARAM_INVALID", None]
+        sent = moved(before[:2], local.dump(source)[:2], [(0, 0, ROW), (0, ROW, ROW)])
+        assert peer.dump(target.cache_id) == sent + before[2:]
+
+    def test_first_of_overlapping_failures_counts(self, pair: Pair) -> None:
+        """The peer refuses the first config, this process the second."""
+        local, peer = pair()
+        source, target = local.add_rows(), rows_of(local.api, True, 2, peer)
+        synchronizer = local.api.NativeLayerSynchronizer(2)
+        synchronizer.mark_all()
+        configs = [target.config(range(2), row=9), target.config(range(2), src_row=9)]
+        task = local.transfer(synchronizer, source, configs)
+        assert names(task) == ["LLM_PARAM_INVALID", None]
+
+    def test_many_layers(self, pair: Pair) -> None:
+        local, peer = pair()
+        source = local.add_blocks(tensors=200, blocks=4, seed=100)
+        target = peer.add_blocks(tensors=200, blocks=4)
+        before = peer.dump(target)
+        synchronizer = local.api.NativeLayerSynchronizer(100)
+        task = local.transfer(synchronizer, source, [by_key(local, 100)], [1, 3], [0, 2])
+        for layer in reversed(range(100)):
+            synchronizer.mark(layer)
+        assert names(task) == ["LLM_SUCCESS"]
+        pieces = block_pieces([1, 3], [0, 2], BLOCK)
+        assert peer.dump(target) == moved(before, local.dump(source), pieces)
+
+    def test_stopped_destination_times_out_with_overlap(self, pair: Pair) -> None:
+        local, peer = pair(timeout_ms=300)
+        peer.add_blocks(tensors=40)
+        source = local.add_blocks(tensors=40)
+        synchronizer = local.api.NativeLayerSynchronizer(20)
+        synchronizer.mark_all()
+        peer.stop()
+        task = local.transfer(synchronizer, source, [by_key(local, 20)], [1], [2])
+        assert names(task) == ["LLM_TIMEOUT"]
+        peer.resume()
+
     def test_one_for_several_transfers(self, pair: Pair) -> None:
         local, peer = pair()
         source, target = local.add_blocks(seed=100), peer.add_blocks()

@@ -338,6 +338,8 @@ ENDS = {
 FORK = """
 synchronizer = datadist.NativeLayerSynchronizer(2)
 task = start(synchronizer)
+# Its thread sleeps by then: a lock of malloc that it held would stay locked in the child.
+assert task.synchronize(100).name == "LLM_TIMEOUT"
 child = os.fork()
 if child == 0:
     for call in (task.synchronize, task.get_results, lambda: start(recorder(datadist))):
