@@ -155,6 +155,11 @@ class Cluster:
     def unregister(self, cache_id: int) -> None:
         self.manager.unregister_cache(cache_id)
 
+    def forget(self, cache_id: int) -> None:
+        """Unregister a cache and free its memory."""
+        self.unregister(cache_id)
+        del self.caches[cache_id], self.tensors[cache_id]
+
     def dump(self, cache_id: int) -> list[bytes]:
         return [tensor.read() for tensor in self.tensors[cache_id]]
 
