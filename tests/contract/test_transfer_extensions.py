@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -218,6 +220,23 @@ class TestNativeSynchronizer:
         task = local.transfer(synchronizer, source, [by_key(local, 20)], [1], [2])
         assert names(task) == ["LLM_TIMEOUT"]
         peer.resume()
+
+    def test_runs_while_this_thread_keeps_the_gil(self, pair: Pair) -> None:
+        """`results` of the native task does not release the GIL, and Python is told not to."""
+        local, peer = pair()
+        peer.add_blocks()
+        synchronizer = local.api.NativeLayerSynchronizer(2)
+        task = local.transfer(synchronizer, local.add_blocks(), [by_key(local, 2)], [1], [2])
+        interval = sys.getswitchinterval()
+        sys.setswitchinterval(1000.0)
+        try:
+            synchronizer.mark_all()
+            end = time.monotonic() + 30
+            while task._task.results() == [None] and time.monotonic() < end:
+                pass
+            assert task._task.results() == [0]
+        finally:
+            sys.setswitchinterval(interval)
 
     def test_one_for_several_transfers(self, pair: Pair) -> None:
         local, peer = pair()

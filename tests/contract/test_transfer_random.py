@@ -211,7 +211,7 @@ class Run:
 def test_any_transfer_does_what_the_model_does(pair: Pair, remote: bool) -> None:
     local, peer = pair(remote=remote)
 
-    @settings(max_examples=150)
+    @settings(max_examples=500)
     @given(case=cases(remote))
     def compare(case: Case) -> None:
         with Run(local, peer, remote, case) as run:
