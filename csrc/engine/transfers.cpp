@@ -200,7 +200,13 @@ Transfers::Pushing Transfers::start_push(const PushTarget& dst, std::shared_ptr<
 }
 
 void Transfers::finish_push(const Pushing& pushing) const {
-  pushing.link->finish(pushing.sent, deadline());
+  try {
+    pushing.link->finish(pushing.sent, deadline());
+  } catch (const Error& error) {
+    // Also when the peer was the first to notice.
+    if (error.status() == Status::kTimeout) pushing.link->fail("a push did not finish in time");
+    throw;
+  }
   pushing.source->check_open();  // else the peer may have copied what is no longer the cache
 }
 

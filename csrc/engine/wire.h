@@ -80,11 +80,11 @@ class WireWriter {
  private:
   template <typename T>
   void number(T value) {
-    std::array<uint8_t, sizeof(T)> little;
+    size_t start = bytes_.size();
+    bytes_.resize(start + sizeof(T));
     for (size_t i = 0; i < sizeof(T); ++i) {
-      little[i] = static_cast<uint8_t>(static_cast<uint64_t>(value) >> (8 * i));
+      bytes_[start + i] = static_cast<uint8_t>(static_cast<uint64_t>(value) >> (8 * i));
     }
-    raw(little.data(), little.size());
   }
 
   Bytes bytes_;
