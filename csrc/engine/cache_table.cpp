@@ -1,5 +1,6 @@
 #include "engine/cache_table.h"
 
+#include <algorithm>
 #include <string>
 
 #include "common/status.h"
@@ -25,6 +26,14 @@ std::string describe(const CacheRef& ref) {
       break;
   }
   return "row " + std::to_string(ref.row) + " of cache " + std::to_string(int64_t(ref.id));
+}
+
+bool contains_bytes(const CacheLayout& layout, uint64_t addr, uint64_t length) {
+  uint64_t size = layout.tensor_bytes();
+  auto holds = [&](uint64_t tensor) {
+    return addr >= tensor && addr - tensor <= size && length <= size - (addr - tensor);
+  };
+  return std::any_of(layout.tensor_addrs.begin(), layout.tensor_addrs.end(), holds);
 }
 
 template <typename Index>
@@ -139,6 +148,15 @@ CacheUse CacheTable::use(std::shared_ptr<Cache> cache) {
 void CacheTable::release(Cache& cache) {
   std::lock_guard lock(mutex_);
   if (--cache.users == 0) released_.notify_all();
+}
+
+std::shared_ptr<Cache> CacheTable::containing(uint64_t addr, uint64_t length) const {
+  std::lock_guard lock(mutex_);
+  for (const auto& [id, cache] : caches_) {
+    if (contains_bytes(cache->layout, addr, length)) return cache;
+  }
+  throw Error(Status::kParamInvalid, std::to_string(length) + " bytes at destination address " +
+                                         std::to_string(addr) + " are not registered memory");
 }
 
 bool CacheTable::contains(int64_t id) const {

@@ -68,6 +68,9 @@ class CacheTable {
   FoundRow find(const CacheRef& ref) const;
   CacheUse use(std::shared_ptr<Cache> cache);
 
+  // The cache one of whose tensors holds all these bytes. Throws Error(kParamInvalid).
+  std::shared_ptr<Cache> containing(uint64_t addr, uint64_t length) const;
+
   bool contains(int64_t id) const;
 
  private:

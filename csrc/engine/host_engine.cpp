@@ -48,7 +48,7 @@ HostEngine::HostEngine(const EngineOptions& options)
       owner_pid_(::getpid()),
       identity_{options.cluster_id, options.remote_access},
       links_(options.cluster_id),
-      service_(caches_, links_, options.remote_access),
+      service_(caches_, reservations_, links_, options.remote_access),
       transfers_(options_, caches_, links_) {
   if (!options.listen_ip.empty()) {
     acceptor_ = std::make_unique<Acceptor>(options.listen_ip, options.listen_port, stop_,
@@ -69,11 +69,14 @@ void HostEngine::finalize() {
   }
   stop_.set();
   acceptor_.reset();
+  tasks_.cancel_all();
   links_.close_all("the engine was finalized");
   std::unique_lock lock(mutex_);
   idle_.wait(lock, [this] { return active_calls_ == 0; });
   lock.unlock();
   links_.close_all("the engine was finalized");  // what a dial in progress has added
+  tasks_.cancel_all();
+  tasks_.join_all();
   forbid_readers();
 }
 
@@ -230,11 +233,29 @@ void HostEngine::push_cache(const Remote& dst, int64_t src_cache_id, uint64_t sr
   transfers_.push_cache(dst, src_cache_id, src_batch_index, layers);
 }
 
-void HostEngine::push_blocks(const Remote& dst, int64_t src_cache_id,
+void HostEngine::push_blocks(const PushTarget& dst, int64_t src_cache_id,
                              const std::vector<uint64_t>& src_blocks,
                              const std::vector<uint64_t>& dst_blocks, const Layers& layers) {
   Call call(*this);
   transfers_.push_blocks(dst, src_cache_id, src_blocks, dst_blocks, layers);
+}
+
+std::shared_ptr<LayerTask> HostEngine::transfer(LayerRequest request,
+                                                std::shared_ptr<LayerGate> gate) {
+  Call call(*this);
+  auto task = std::make_shared<LayerTask>(transfers_, std::move(request), std::move(gate));
+  tasks_.start(task);
+  return task;
+}
+
+uint64_t HostEngine::open_reservation(int64_t cache_id, std::vector<uint64_t> blocks) {
+  Call call(*this);
+  return reservations_.open(caches_.get(cache_id), std::move(blocks));
+}
+
+void HostEngine::close_reservation(uint64_t token) {
+  Call call(*this);
+  reservations_.close(token);
 }
 
 }  // namespace llmdd

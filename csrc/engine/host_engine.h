@@ -15,7 +15,9 @@
 #include "engine/acceptor.h"
 #include "engine/cache_table.h"
 #include "engine/handshake.h"
+#include "engine/layer_task.h"
 #include "engine/link_table.h"
+#include "engine/reservation_table.h"
 #include "engine/service.h"
 #include "engine/transfers.h"
 
@@ -55,8 +57,15 @@ class HostEngine {
                    const std::vector<uint64_t>& dst_blocks, const Layers& layers);
   void push_cache(const Remote& dst, int64_t src_cache_id, uint64_t src_batch_index,
                   const Layers& layers);
-  void push_blocks(const Remote& dst, int64_t src_cache_id, const std::vector<uint64_t>& src_blocks,
-                   const std::vector<uint64_t>& dst_blocks, const Layers& layers);
+  void push_blocks(const PushTarget& dst, int64_t src_cache_id,
+                   const std::vector<uint64_t>& src_blocks, const std::vector<uint64_t>& dst_blocks,
+                   const Layers& layers);
+
+  // Starts a layer-wise transfer; `finalize` ends it.
+  std::shared_ptr<LayerTask> transfer(LayerRequest request, std::shared_ptr<LayerGate> gate);
+
+  uint64_t open_reservation(int64_t cache_id, std::vector<uint64_t> blocks);
+  void close_reservation(uint64_t token);
 
   Prober& prober() { return prober_; }
 
@@ -81,9 +90,11 @@ class HostEngine {
   const SignalFd stop_;
   Prober prober_;
   CacheTable caches_;
+  ReservationTable reservations_;
   LinkTable links_;
   Service service_;
   Transfers transfers_;
+  LayerTasks tasks_;
   std::unique_ptr<Acceptor> acceptor_;
 
   mutable std::mutex mutex_;

@@ -234,10 +234,14 @@ Finish Finish::decode(const Bytes& payload) {
 Bytes Push::encode() const {
   WireWriter writer;
   write_ref(writer, target);
-  writer.u64(stride);
-  writer.u32(timeout_ms);
   write_layers(writer, dst_layers);
   writer.u32(tensors_per_layer);
+  writer.u64(token);
+  writer.u64_list(dst_addrs);
+  writer.u8(to_blocks ? 1 : 0);
+  writer.u64(src_bytes);
+  writer.u64(block_bytes);
+  writer.u32(timeout_ms);
   writer.u64_list(src_addrs);
   write_runs(writer, runs);
   return writer.take();
@@ -247,10 +251,14 @@ Push Push::decode(const Bytes& payload) {
   WireReader reader(payload);
   Push push;
   push.target = read_ref(reader);
-  push.stride = reader.u64();
-  push.timeout_ms = reader.u32();
   push.dst_layers = read_layers(reader);
   push.tensors_per_layer = reader.u32();
+  push.token = reader.u64();
+  push.dst_addrs = reader.u64_list();
+  push.to_blocks = reader.flag();
+  push.src_bytes = reader.u64();
+  push.block_bytes = reader.u64();
+  push.timeout_ms = reader.u32();
   push.src_addrs = reader.u64_list();
   push.runs = read_runs(reader);
   reader.expect_end();

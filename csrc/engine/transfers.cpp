@@ -146,46 +146,68 @@ void Transfers::pull_blocks(const Remote& src, int64_t dst_cache_id,
   finish(*link, remote, until);
 }
 
+std::shared_ptr<Cache> Transfers::source(const PushTarget& dst, int64_t cache_id) const {
+  check_own_cluster(dst.cluster_id);
+  std::shared_ptr<Cache> cache = caches_.get(cache_id);
+  if (dst.addrs.empty() && !cache->layout.remote_accessible) {
+    invalid("cache " + std::to_string(cache_id) + " is not remote accessible");
+  }
+  return cache;
+}
+
 void Transfers::push_cache(const Remote& dst, int64_t src_cache_id, uint64_t src_batch_index,
                            const Layers& layers) {
-  check_own_cluster(dst.cluster_id);
-  std::shared_ptr<Cache> source = caches_.get(src_cache_id);
-  check_below("src_batch_index", src_batch_index, source->layout.rows);
-  push(dst, *source, layers, {{src_batch_index, dst.ref.row, 1}});
+  PushTarget target{dst.cluster_id, dst.ref, 0, {}};
+  std::shared_ptr<Cache> cache = source(target, src_cache_id);
+  finish_push(start_push(target, cache, layers, row_source(cache->layout, src_batch_index)));
 }
 
-void Transfers::push_blocks(const Remote& dst, int64_t src_cache_id,
+void Transfers::push_blocks(const PushTarget& dst, int64_t src_cache_id,
                             const std::vector<uint64_t>& src_blocks,
                             const std::vector<uint64_t>& dst_blocks, const Layers& layers) {
-  check_own_cluster(dst.cluster_id);
-  std::shared_ptr<Cache> source = caches_.get(src_cache_id);
-  if (src_blocks.empty()) invalid("src_blocks is empty");
-  check_equal("number of blocks", dst_blocks.size(), src_blocks.size());
-  check_indices(src_blocks, source->layout.rows, "source");
-  push(dst, *source, layers, merge_blocks(src_blocks, dst_blocks));
+  std::shared_ptr<Cache> cache = source(dst, src_cache_id);
+  finish_push(start_push(dst, cache, layers, blocks_source(cache->layout, src_blocks, dst_blocks)));
 }
 
-void Transfers::push(const Remote& dst, const Cache& source, const Layers& layers,
-                     std::vector<BlockRun> runs) {
-  if (!options_.remote_access) invalid("a push needs enable_remote_cache_accessible = True");
-  const CacheLayout& layout = source.layout;
-  if (!layout.remote_accessible) invalid("the source cache is not remote accessible");
+Transfers::Pushing Transfers::start_push(const PushTarget& dst, std::shared_ptr<Cache> source,
+                                         const Layers& layers, const PushSource& from) const {
+  if (dst.addrs.empty() && !options_.remote_access) {
+    invalid("a push needs enable_remote_cache_accessible = True");
+  }
+  const CacheLayout& layout = source->layout;
   TensorRange tensors =
       select_tensors(layers.src, layout.tensor_addrs.size(), layers.tensors_per_layer);
-  if (runs.size() > kMaxRuns) {
-    invalid(std::to_string(runs.size()) + " separate runs of blocks in one push, at most " +
+  if (from.runs.size() > kMaxRuns) {
+    invalid(std::to_string(from.runs.size()) + " separate runs of blocks in one push, at most " +
             std::to_string(kMaxRuns) + " are possible; push in several calls");
   }
   std::shared_ptr<Link> link = links_.require(dst.cluster_id);
-  Push push{dst.ref,
-            layout.stride,
-            static_cast<uint32_t>(options_.sync_kv_timeout_ms),
-            layers.dst,
-            layers.tensors_per_layer,
-            selected(layout.tensor_addrs, tensors),
-            std::move(runs)};
-  link->call(MessageType::kPush, push.encode(), deadline());
-  source.check_open();  // else the peer may have copied what is no longer the cache
+  Push push;
+  push.target = dst.ref;
+  push.dst_layers = layers.dst;
+  push.tensors_per_layer = layers.tensors_per_layer;
+  push.token = dst.token;
+  push.dst_addrs = dst.addrs;
+  push.to_blocks = from.to_blocks;
+  push.src_bytes = from.bytes;
+  push.block_bytes = from.block_bytes;
+  push.timeout_ms = static_cast<uint32_t>(options_.sync_kv_timeout_ms);
+  push.src_addrs = selected(layout.tensor_addrs, tensors);
+  for (uint64_t& addr : push.src_addrs) addr += from.offset;
+  push.runs = from.runs;
+  Link::Sent sent = link->start(MessageType::kPush, push.encode());
+  return {std::move(link), std::move(source), std::move(sent)};
+}
+
+void Transfers::finish_push(const Pushing& pushing) const {
+  try {
+    pushing.link->finish(pushing.sent, deadline());
+  } catch (const Error& error) {
+    // Also when the peer was the first to notice.
+    if (error.status() == Status::kTimeout) pushing.link->fail("a push did not finish in time");
+    throw;
+  }
+  pushing.source->check_open();  // else the peer may have copied what is no longer the cache
 }
 
 }  // namespace llmdd

@@ -15,6 +15,7 @@
 #include "engine/copier.h"
 #include "engine/link_table.h"
 #include "engine/messages.h"
+#include "engine/push_source.h"
 
 namespace llmdd {
 
@@ -38,6 +39,15 @@ struct Remote {
   CacheRef ref;
 };
 
+// Where a push goes: the cache that `ref` names in the peer's table, or raw addresses, one for each
+// tensor sent. With a token, blocks of the destination are positions in the peer's reservation.
+struct PushTarget {
+  uint64_t cluster_id = 0;
+  CacheRef ref;
+  uint64_t token = 0;
+  std::vector<uint64_t> addrs;
+};
+
 class Transfers {
  public:
   Transfers(const EngineOptions& options, CacheTable& caches, LinkTable& links)
@@ -51,8 +61,22 @@ class Transfers {
                    const std::vector<uint64_t>& dst_blocks, const Layers& layers);
   void push_cache(const Remote& dst, int64_t src_cache_id, uint64_t src_batch_index,
                   const Layers& layers);
-  void push_blocks(const Remote& dst, int64_t src_cache_id, const std::vector<uint64_t>& src_blocks,
-                   const std::vector<uint64_t>& dst_blocks, const Layers& layers);
+  void push_blocks(const PushTarget& dst, int64_t src_cache_id,
+                   const std::vector<uint64_t>& src_blocks, const std::vector<uint64_t>& dst_blocks,
+                   const Layers& layers);
+
+  // The cache a push starts from, checked as far as `dst` allows.
+  std::shared_ptr<Cache> source(const PushTarget& dst, int64_t cache_id) const;
+  // A push the peer was asked for.
+  struct Pushing {
+    std::shared_ptr<Link> link;
+    std::shared_ptr<Cache> source;
+    Link::Sent sent;
+  };
+  Pushing start_push(const PushTarget& dst, std::shared_ptr<Cache> source, const Layers& layers,
+                     const PushSource& from) const;
+  // Returns when the peer has copied. sync_kv_timeout begins now.
+  void finish_push(const Pushing& pushing) const;
 
  private:
   std::shared_ptr<Cache> destination(const Remote& src, int64_t cache_id,
@@ -67,8 +91,6 @@ class Transfers {
   void copy(Link& link, std::shared_ptr<Cache> cache, const CopyPlan& plan,
             const Deadline& deadline) const;
   void finish(Link& link, const Resolved& remote, const Deadline& deadline) const;
-  void push(const Remote& dst, const Cache& source, const Layers& layers,
-            std::vector<BlockRun> runs);
 
   const EngineOptions& options_;
   CacheTable& caches_;

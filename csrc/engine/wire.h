@@ -80,8 +80,10 @@ class WireWriter {
  private:
   template <typename T>
   void number(T value) {
+    size_t start = bytes_.size();
+    bytes_.resize(start + sizeof(T));
     for (size_t i = 0; i < sizeof(T); ++i) {
-      bytes_.push_back(static_cast<uint8_t>(static_cast<uint64_t>(value) >> (8 * i)));
+      bytes_[start + i] = static_cast<uint8_t>(static_cast<uint64_t>(value) >> (8 * i));
     }
   }
 

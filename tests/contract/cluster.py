@@ -155,8 +155,16 @@ class Cluster:
     def unregister(self, cache_id: int) -> None:
         self.manager.unregister_cache(cache_id)
 
+    def forget(self, cache_id: int) -> None:
+        """Unregister a cache and free its memory."""
+        self.unregister(cache_id)
+        del self.caches[cache_id], self.tensors[cache_id]
+
     def dump(self, cache_id: int) -> list[bytes]:
         return [tensor.read() for tensor in self.tensors[cache_id]]
+
+    def addrs(self, cache_id: int) -> list[int]:
+        return [tensor.addr for tensor in self.tensors[cache_id]]
 
     def flip_byte(self, cache_id: int, tensor: int, offset: int) -> None:
         memory = self.tensors[cache_id][tensor]
@@ -204,6 +212,18 @@ class Cluster:
 
     def push_cache(self, key: Any, cache_id: int, *args: int, **options: Any) -> None:
         self.manager.push_cache(key, self.caches[cache_id], *args, **options)
+
+    def transfer(
+        self, synchronizer: Any, cache_id: int, configs: Sequence[Any], *args: Any, **options: Any
+    ) -> Any:
+        cache = self.caches[cache_id]
+        return self.manager.transfer_cache_async(cache, synchronizer, configs, *args, **options)
+
+    def open_reservation(self, cache_id: int, blocks: Sequence[int]) -> int:
+        return int(self.manager.open_reservation(self.caches[cache_id], blocks))
+
+    def close_reservation(self, token: int) -> None:
+        self.manager.close_reservation(token)
 
     # What the process holds.
 

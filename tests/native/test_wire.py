@@ -18,7 +18,9 @@ GOOD = {
     wire.RESOLVE: wire.ref(2, 0, 7),
     wire.RESOLVED: wire.resolved([4096, 8192]),
     wire.FINISH: bytes(8),
-    wire.PUSH: wire.push(wire.ref(2), 64, [4096], [(0, 1, 2), (5, 6, 7)]),
+    wire.PUSH: wire.push(
+        wire.ref(2), 64, [4096], [(0, 1, 2), (5, 6, 7)], dst_addrs=(8192, 0), token=9
+    ),
     wire.FAILURE: wire.outcome(5, b"why"),
 }
 KINDS = sorted(GOOD)

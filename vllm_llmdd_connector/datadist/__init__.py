@@ -5,10 +5,12 @@ package needs neither torch nor numpy nor vLLM.
 """
 
 from vllm_llmdd_connector.datadist.cache_manager import CacheManager
+from vllm_llmdd_connector.datadist.cache_task import CacheTask
 from vllm_llmdd_connector.datadist.cluster_info import LLMClusterInfo
 from vllm_llmdd_connector.datadist.config import LLMConfig, LlmConfig
 from vllm_llmdd_connector.datadist.datadist import LLMDataDist
 from vllm_llmdd_connector.datadist.keys import BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex
+from vllm_llmdd_connector.datadist.native_synchronizer import NativeLayerSynchronizer
 from vllm_llmdd_connector.datadist.status import LLMException, LLMStatusCode, Status
 from vllm_llmdd_connector.datadist.transfer_config import (
     LayerSynchronizer,
@@ -33,6 +35,7 @@ __all__ = [
     "CacheKey",
     "CacheKeyByIdAndIndex",
     "CacheManager",
+    "CacheTask",
     "DataType",
     "LLMClusterInfo",
     "LLMConfig",
@@ -44,6 +47,7 @@ __all__ = [
     "LlmConfig",
     "MemInfo",
     "Memtype",
+    "NativeLayerSynchronizer",
     "Placement",
     "RegisterMemStatus",
     "Status",

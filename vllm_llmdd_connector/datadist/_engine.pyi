@@ -92,9 +92,38 @@ class HostEngine:
         src_layers: _Range,
         dst_layers: _Range,
         tensors_per_layer: int,
+        token: int = 0,
     ) -> None: ...
+    def transfer(
+        self,
+        src_cache_id: int,
+        num_layers: int,
+        tensors_per_layer: int,
+        src_blocks: array[int],
+        dst_blocks: array[int],
+        dst_block_bytes: int,
+        targets: Sequence[tuple[int, _Ref, Sequence[int], tuple[int, int], int, int, int],],
+        gate: object,
+    ) -> LayerTask:
+        """A target is (cluster id, ref, raw addresses, layers of the source, first layer of the
+        destination, row, token); a gate is a LayerMarks or a ``synchronize_layer`` to call."""
+
+    def open_reservation(self, cache_id: int, blocks: array[int]) -> int: ...
+    def close_reservation(self, token: int) -> None: ...
     def inject_probe_errno(self, error: int) -> None:
         """Tests only: probes of new links fail with this errno; 0 ends that."""
+
+class LayerTask:
+    def wait(self, timeout_ms: int | None) -> bool: ...
+    def results(self) -> list[int | None]: ...
+
+class LayerMarks:
+    def __init__(self, num_layers: int) -> None: ...
+    def mark(self, layer: int) -> None: ...
+    def mark_all(self) -> None: ...
+    def reset(self) -> None: ...
+    def abort(self) -> None: ...
+    def wait(self, layer: int, timeout_ms: int | None) -> bool: ...
 
 class testing:
     """Pieces of the engine by themselves, for its own tests."""

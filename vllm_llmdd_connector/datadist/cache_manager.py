@@ -11,12 +11,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vllm_llmdd_connector.datadist import _engine
+from vllm_llmdd_connector.datadist.cache_task import CacheTask
 from vllm_llmdd_connector.datadist.checks import (
     block_array,
     check,
     check_elements,
     check_int64,
     check_range,
+    check_token,
     check_type,
     check_uint32,
     check_uint64,
@@ -27,7 +29,9 @@ from vllm_llmdd_connector.datadist.keys import (
     CacheKey,
     CacheKeyByIdAndIndex,
 )
+from vllm_llmdd_connector.datadist.layer_transfer import AnyConfig, start_transfer
 from vllm_llmdd_connector.datadist.status import engine_errors, fail
+from vllm_llmdd_connector.datadist.transfer_config import LayerSynchronizer
 from vllm_llmdd_connector.datadist.types import Cache, CacheDesc, Placement
 
 __all__ = ["CacheManager"]
@@ -209,20 +213,89 @@ class CacheManager:
         src_layer_range: range | None = None,
         dst_layer_range: range | None = None,
         tensor_num_per_layer: int = 2,
+        *,
+        token: int | None = None,
     ) -> None:
-        """Copy ``src_blocks[i]`` into a peer's ``dst_blocks[i]``; see ``push_cache``."""
+        """Copy ``src_blocks[i]`` into a peer's ``dst_blocks[i]``; see ``push_cache``.
+
+        With a ``token`` (an extension) ``dst_blocks`` are positions in the reservation that the
+        peer has opened; once it is closed, the call ends with ``LLM_KV_CACHE_NOT_EXIST``.
+        """
         self._require_push()
         check_type("dst_cache_key", dst_cache_key, BlocksCacheKey)
         check_type("src_cache", src_cache, Cache)
         check(src_cache.is_blocks_cache, "push_blocks needs a blocks cache, use push_cache")
         src, dst = block_array("src_blocks", src_blocks), block_array("dst_blocks", dst_blocks)
         check(len(dst) > 0, "dst_blocks is empty")
+        check_token(token)
         layers = _push_layers(src_cache, src_layer_range, dst_layer_range, tensor_num_per_layer)
         ref = _ref_of(dst_cache_key)
         with engine_errors("push_blocks"):
             self._engine.push_blocks(
-                dst_cache_key.cluster_id & _MASK, ref, src_cache.cache_id, src, dst, *layers
+                dst_cache_key.cluster_id & _MASK,
+                ref,
+                src_cache.cache_id,
+                src,
+                dst,
+                *layers,
+                token or 0,
             )
+
+    def transfer_cache_async(
+        self,
+        src_cache: Cache,
+        layer_synchronizer: LayerSynchronizer,
+        transfer_configs: Sequence[AnyConfig],
+        src_block_indices: Sequence[int] | None = None,
+        dst_block_indices: Sequence[int] | None = None,
+        dst_block_memory_size: int | None = None,
+        *,
+        tensor_num_per_layer: int = 2,
+    ) -> CacheTask:
+        """Push layer after layer, each as soon as ``layer_synchronizer`` says that it is computed.
+
+        Message mode takes ``TransferConfig``, remote-access mode ``TransferWithCacheKeyConfig``.
+        Blocks go to blocks; without ``src_block_indices`` row ``src_batch_index`` of the source
+        goes to a row, or is cut into chunks of ``dst_block_memory_size`` bytes, chunk i to
+        ``dst_block_indices[i]``. ``sync_kv_timeout`` bounds each layer of each destination; the
+        first failure ends the whole transfer. ``tensor_num_per_layer`` is an extension.
+        """
+        self._require_open()
+        with engine_errors("transfer_cache_async"):
+            task = start_transfer(
+                self._engine,
+                src_cache,
+                layer_synchronizer,
+                transfer_configs,
+                src_block_indices,
+                dst_block_indices,
+                dst_block_memory_size,
+                tensor_num_per_layer,
+                by_key=self._remote_access,
+            )
+        return CacheTask(task)
+
+    def open_reservation(self, cache: Cache, blocks: Sequence[int]) -> int:
+        """Set blocks of a blocks cache aside for pushes that carry the returned token.
+
+        Such a push names them by position. An extension of the vendor's API.
+        """
+        self._require_open()
+        check_type("cache", cache, Cache)
+        reserved = block_array("blocks", blocks)
+        with engine_errors("open_reservation"):
+            return self._engine.open_reservation(cache.cache_id, reserved)
+
+    def close_reservation(self, token: int) -> None:
+        """Allow no more copies for this token; an unknown one is no error.
+
+        Returns when no copy for it runs. It waits for no other process.
+        """
+        self._require_open()
+        check_int64("token", token)
+        check(token > 0, f"token {token} is none of open_reservation")
+        with engine_errors("close_reservation"):
+            self._engine.close_reservation(token)
 
     @staticmethod
     def check_cache_key(cache_key: CacheKey) -> None:
