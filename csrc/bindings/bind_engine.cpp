@@ -7,11 +7,10 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
-#include <memory>
 #include <tuple>
 
 #include "bindings/bind.h"
-#include "engine/host_engine.h"
+#include "bindings/py_engine.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -19,13 +18,7 @@ using namespace nb::literals;
 namespace llmdd::bindings {
 namespace {
 
-using Blocks = nb::ndarray<const uint64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using RangeTuple = std::optional<std::pair<uint64_t, uint64_t>>;
-using ReleaseGil = nb::call_guard<nb::gil_scoped_release>;
-
-std::vector<uint64_t> to_vector(const Blocks& blocks) {
-  return {blocks.data(), blocks.data() + blocks.shape(0)};
-}
 
 std::optional<LayerRange> to_range(const RangeTuple& range) {
   if (!range) return std::nullopt;
@@ -44,55 +37,11 @@ Layers to_layers(const RangeTuple& src, const RangeTuple& dst, uint32_t tensors_
   return {to_range(src), to_range(dst), tensors_per_layer};
 }
 
-CacheSpec to_spec(std::vector<int64_t> shape, uint64_t element_bytes, bool remote_accessible,
-                  bool host_placed, std::vector<uint64_t> addrs) {
-  CacheSpec spec;
-  spec.shape = std::move(shape);
-  spec.element_bytes = element_bytes;
-  spec.remote_accessible = remote_accessible;
-  spec.host_placed = host_placed;
-  spec.tensor_addrs = std::move(addrs);
-  return spec;
-}
-
 std::vector<uint32_t> to_codes(const std::vector<Status>& statuses) {
   std::vector<uint32_t> codes;
   for (Status status : statuses) codes.push_back(static_cast<uint32_t>(status));
   return codes;
 }
-
-// Owns the engine, and abandons it in a forked child, where its threads do not exist.
-class PyEngine {
- public:
-  PyEngine(uint64_t cluster_id, bool remote_access, int64_t sync_kv_timeout_ms,
-           const std::string& listen_ip, uint16_t listen_port)
-      : engine_(std::make_unique<HostEngine>(EngineOptions{
-            cluster_id, remote_access, sync_kv_timeout_ms, listen_ip, listen_port})) {}
-
-  ~PyEngine() {
-    if (engine_->foreign()) {
-      abandon();
-    } else {
-      // A link thread that is logging needs the GIL before it can be joined.
-      nb::gil_scoped_release release;
-      engine_.reset();
-    }
-  }
-
-  HostEngine& get() { return *engine_; }
-
-  void finalize() {
-    if (!engine_->foreign()) engine_->finalize();
-  }
-
- private:
-  void abandon() {
-    static std::vector<HostEngine*> abandoned;  // reachable, so no leak checker reports it
-    abandoned.push_back(engine_.release());
-  }
-
-  std::unique_ptr<HostEngine> engine_;
-};
 
 std::vector<uint32_t> link(PyEngine& self,
                            const std::vector<std::tuple<uint64_t, std::string, uint16_t>>& targets,
@@ -154,9 +103,15 @@ void push_cache(PyEngine& self, uint64_t cluster_id, const RefTuple& ref, int64_
 }  // namespace
 
 void bind_engine(nb::module_& module) {
-  nb::class_<PyEngine>(module, "HostEngine")
-      .def(nb::init<uint64_t, bool, int64_t, const std::string&, uint16_t>(), "cluster_id"_a,
-           "remote_access"_a, "sync_kv_timeout_ms"_a, "listen_ip"_a, "listen_port"_a)
+  nb::class_<PyEngine> engine(module, "HostEngine");
+  bind_allocation(engine);
+  bind_members(engine);
+  engine
+      .def(nb::init<uint64_t, bool, int64_t, const std::string&, uint16_t, const PoolTuple&,
+                    const PoolTuple&, int64_t, uint32_t>(),
+           "cluster_id"_a, "remote_access"_a, "sync_kv_timeout_ms"_a, "listen_ip"_a,
+           "listen_port"_a, "device_pool"_a = nb::none(), "host_pool"_a = nb::none(),
+           "link_total_time_ms"_a = 120'000, "link_retries"_a = 1)
       .def("finalize", &PyEngine::finalize, ReleaseGil())
       .def_prop_ro("listen_port", [](PyEngine& self) { return self.get().listen_port(); })
       .def("register_cache", &register_cache, "shape"_a, "element_bytes"_a, "remote_accessible"_a,

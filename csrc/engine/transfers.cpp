@@ -97,8 +97,11 @@ void Transfers::copy(Link& link, std::shared_ptr<Cache> cache, const CopyPlan& p
 }
 
 // The answer also proves that the process that was read is the one that was linked.
-void Transfers::finish(Link& link, const Resolved& remote, const Deadline& deadline) const {
-  link.call(MessageType::kFinish, Finish{remote.cache_id}.encode(), deadline);
+void Transfers::finish(Link& link, const CacheRef& ref, const Resolved& remote,
+                       const Layers& layers, const Deadline& deadline) const {
+  TensorRange tensors =
+      select_tensors(layers.src, remote.tensor_addrs.size(), layers.tensors_per_layer);
+  link.call(MessageType::kFinish, Finish{ref, remote.cache_id, tensors}.encode(), deadline);
 }
 
 void Transfers::pull_cache(const Remote& src, int64_t dst_cache_id, uint64_t batch_index,
@@ -119,7 +122,7 @@ void Transfers::pull_cache(const Remote& src, int64_t dst_cache_id, uint64_t bat
   }
   ByteRun row{remote.row * remote.stride, batch_index * local.stride, bytes};
   copy(*link, cache, plan(remote, local, layers, {row}), until);
-  finish(*link, remote, until);
+  finish(*link, src.ref, remote, layers, until);
 }
 
 void Transfers::pull_blocks(const Remote& src, int64_t dst_cache_id,
@@ -143,7 +146,7 @@ void Transfers::pull_blocks(const Remote& src, int64_t dst_cache_id,
     runs = row_to_blocks(remote.row * remote.stride, remote.stride, local.stride, dst_blocks);
   }
   copy(*link, cache, plan(remote, local, layers, std::move(runs)), until);
-  finish(*link, remote, until);
+  finish(*link, src.ref, remote, layers, until);
 }
 
 void Transfers::push_cache(const Remote& dst, int64_t src_cache_id, uint64_t src_batch_index,

@@ -1,8 +1,8 @@
 // The calling side of pulls and pushes, on the API caller's thread.
 //
 // A pull asks the peer where the cache lies (one message, so what is no longer registered is never
-// read), copies, and asks whether the cache was still registered. A push sends the peer the
-// addresses of the source; the peer copies and answers.
+// read), copies, and says so; the answer tells whether the cache was there all the time. A push
+// sends the peer the addresses of the source; the peer copies and answers.
 #pragma once
 
 #include <cstdint>
@@ -24,6 +24,10 @@ struct EngineOptions {
   int64_t sync_kv_timeout_ms = 1000;
   std::string listen_ip;  // empty: this process only dials
   uint16_t listen_port = 0;
+  std::optional<PoolConfig> device_pool;  // for caches that the engine allocates
+  std::optional<PoolConfig> host_pool;
+  int64_t link_total_time_ms = 120'000;  // of a collective link(), with its retries
+  uint32_t link_retries = 1;
 };
 
 // Layer ranges of both sides; no range means all tensors.
@@ -66,7 +70,8 @@ class Transfers {
                 std::vector<ByteRun> runs) const;
   void copy(Link& link, std::shared_ptr<Cache> cache, const CopyPlan& plan,
             const Deadline& deadline) const;
-  void finish(Link& link, const Resolved& remote, const Deadline& deadline) const;
+  void finish(Link& link, const CacheRef& ref, const Resolved& remote, const Layers& layers,
+              const Deadline& deadline) const;
   void push(const Remote& dst, const Cache& source, const Layers& layers,
             std::vector<BlockRun> runs);
 

@@ -1,5 +1,7 @@
 """``CacheManager``: registration of memory, pulls and pushes (second generation of the API).
 
+What it allocates by itself, and copies inside the process, are in ``cache_allocation``.
+
 Pulls and pushes block their caller, without the GIL, for at most ``sync_kv_timeout``. Memory stays
 the caller's: it must stay mapped until ``unregister_cache`` has returned.
 """
@@ -11,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vllm_llmdd_connector.datadist import _engine
+from vllm_llmdd_connector.datadist.cache_allocation import CacheAllocation
 from vllm_llmdd_connector.datadist.checks import (
     block_array,
     check,
@@ -44,16 +47,21 @@ _MASK = 2**64 - 1
 _LAYER_OPTIONS = frozenset({"src_layer_range", "dst_layer_range", "tensor_num_per_layer"})
 
 
-class CacheManager:
+class CacheManager(CacheAllocation):
     """Made by ``LLMDataDist``; its methods raise ``LLMException`` once that is finalized."""
 
     def __init__(self, engine: _engine.HostEngine, remote_access: bool) -> None:
         self._engine = engine
         self._remote_access = remote_access
         self._closed = False
+        self._called_link = False
 
     def close(self) -> None:
         self._closed = True
+
+    def set_is_call_linked(self) -> None:
+        """``link`` was called: what is registered from now on is not remote accessible."""
+        self._called_link = True
 
     def register_cache(
         self,
@@ -64,7 +72,7 @@ class CacheManager:
     ) -> Cache:
         """Register contiguous tensors at ``addrs``; key i names batch row i."""
         self._require_open()
-        _check_memory(cache_desc, addrs, remote_accessible)
+        self._check_memory(cache_desc, addrs, remote_accessible)
         check_type("cache_keys", cache_keys, list, tuple)
         check_elements("cache_keys", cache_keys, CacheKey)
         check(
@@ -76,7 +84,7 @@ class CacheManager:
             cache_id = self._engine.register_cache(
                 cache_desc.shape,
                 cache_desc.data_type.num_bytes,
-                _accessible(cache_desc, remote_accessible),
+                self._accessible(cache_desc, remote_accessible),
                 cache_desc.placement == Placement.HOST,
                 addrs,
                 [(key.req_id, key.prefix_id, key.model_id) for key in cache_keys],
@@ -93,7 +101,7 @@ class CacheManager:
         """Register tensors whose first dimension counts blocks. A key's model_id names them; the
         last registration of a model_id is the one that is found."""
         self._require_open()
-        _check_memory(cache_desc, addrs, remote_accessible)
+        self._check_memory(cache_desc, addrs, remote_accessible)
         if blocks_cache_key is not None:
             check_type("blocks_cache_key", blocks_cache_key, BlocksCacheKey)
         with engine_errors("register_blocks_cache"):
@@ -102,7 +110,7 @@ class CacheManager:
             cache_id = self._engine.register_blocks_cache(
                 cache_desc.shape,
                 cache_desc.data_type.num_bytes,
-                _accessible(cache_desc, remote_accessible),
+                self._accessible(cache_desc, remote_accessible),
                 cache_desc.placement == Placement.HOST,
                 addrs,
                 None if blocks_cache_key is None else blocks_cache_key.model_id & _MASK,
@@ -235,6 +243,20 @@ class CacheManager:
     def _require_open(self) -> None:
         check(not self._closed, "the LLMDataDist of this CacheManager is finalized")
 
+    def _accessible(self, cache_desc: CacheDesc, remote_accessible: bool | None) -> bool:
+        if remote_accessible is None:
+            return cache_desc.placement == Placement.DEVICE and not self._called_link
+        return remote_accessible
+
+    def _check_memory(
+        self, cache_desc: CacheDesc, addrs: list[int], remote_accessible: bool | None
+    ) -> None:
+        _check_memory(cache_desc, addrs, remote_accessible)
+        check(
+            not (self._called_link and remote_accessible),
+            "memory that peers shall access must be registered before link() is called",
+        )
+
     def _require_push(self) -> None:
         self._require_open()
         check(self._remote_access, "a push needs enable_remote_cache_accessible = True")
@@ -248,12 +270,6 @@ def _check_memory(cache_desc: CacheDesc, addrs: list[int], remote_accessible: bo
     check(len(addrs) > 0, "addrs is empty")
     if remote_accessible is not None:
         check_type("remote_accessible", remote_accessible, bool)
-
-
-def _accessible(cache_desc: CacheDesc, remote_accessible: bool | None) -> bool:
-    if remote_accessible is None:
-        return cache_desc.placement == Placement.DEVICE
-    return remote_accessible
 
 
 def _ref_of(key: AnyKey) -> _Ref:

@@ -10,7 +10,7 @@ import contextlib
 import logging
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import ClassVar, NoReturn
 
 from vllm_llmdd_connector.datadist import _engine
@@ -23,7 +23,8 @@ from vllm_llmdd_connector.datadist.checks import (
     check_uint64,
 )
 from vllm_llmdd_connector.datadist.cluster_info import LLMClusterInfo, ip_text
-from vllm_llmdd_connector.datadist.settings import EngineSettings, read_settings
+from vllm_llmdd_connector.datadist.collective import check_comm_id, check_members
+from vllm_llmdd_connector.datadist.settings import EngineSettings, listen_address, read_settings
 from vllm_llmdd_connector.datadist.status import (
     LLMException,
     LLMStatusCode,
@@ -31,7 +32,7 @@ from vllm_llmdd_connector.datadist.status import (
     fail,
     status_of,
 )
-from vllm_llmdd_connector.datadist.types import LLMRole
+from vllm_llmdd_connector.datadist.types import LLMRole, RegisterMemStatus
 
 __all__ = ["LLMDataDist"]
 
@@ -53,6 +54,10 @@ class _Running:
                 settings.sync_kv_timeout_ms,
                 settings.listen_ip,
                 settings.listen_port,
+                settings.device_pool,
+                settings.host_pool,
+                settings.link_total_time_ms,
+                settings.link_retries,
             )
         self.cache_manager = CacheManager(self.engine, settings.remote_access)
 
@@ -163,6 +168,59 @@ class LLMDataDist:
             codes = running.engine.unlink(ids, timeout, force)
         return _overall([status_of(code) for code in codes])
 
+    def link(self, comm_name: str, cluster_rank_info: dict[int, int], rank_table: str) -> int:
+        """Start to link with all members that call this with the same name and mapping.
+
+        Returns a comm id at once; poll ``query_register_mem_status`` until it says OK. Members meet
+        in a directory of this user below TMPDIR, so they run on one host, and the rank table, whose
+        addresses nobody dials here, is not read. What is registered afterwards is not remote
+        accessible.
+        """
+        running = self._require_collective()
+        members = check_members(comm_name, cluster_rank_info, rank_table)
+        with engine_errors("link"):
+            comm_id = running.engine.link_members(comm_name, members)
+        running.cache_manager.set_is_call_linked()
+        return comm_id
+
+    def unlink(self, comm_id: int) -> None:
+        """Drop this end of a ``link``, also while it is being set up."""
+        running = self._require_collective()
+        check_comm_id(comm_id)
+        with engine_errors("unlink"):
+            running.engine.unlink_members(comm_id)
+
+    def query_register_mem_status(self, comm_id: int) -> RegisterMemStatus:
+        """How far a ``link`` is. ``last_link_error`` says why it FAILED."""
+        running = self._require_collective()
+        check_comm_id(comm_id)
+        with engine_errors("query_register_mem_status"):
+            return RegisterMemStatus(running.engine.comm_state(comm_id))
+
+    def switch_role(self, role: LLMRole, switch_options: dict[str, str] | None = None) -> None:
+        """Take another role, and listen at ``llm.listenIpInfo`` of the options, or nowhere.
+
+        Raises ``LLM_EXIST_LINK`` while there is a link. Caches stay as they are.
+        """
+        running = self._require()
+        check_type("role", role, LLMRole)
+        options: Mapping[str, str] = {}
+        if switch_options is not None:
+            check_type("switch_options", switch_options, dict)
+            check_elements("switch_options", switch_options.keys(), str)
+            check_elements("switch_options", switch_options.values(), str)
+            options = switch_options
+        address = listen_address(options)
+        settings = running.settings
+        if settings.point_to_point and address != (settings.listen_ip, settings.listen_port):
+            fail(
+                "the hixl backend keeps its listening address",
+                LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
+            )
+        with engine_errors("switch_role"):
+            running.engine.listen(*address)
+        self._role = role
+
     def last_link_error(self, cluster_id: int) -> str:
         """Why the last attempt to link or unlink with this cluster failed, as one sentence.
 
@@ -178,6 +236,15 @@ class LLMDataDist:
         self._require()
         check_uint64("remote_cluster_id", remote_cluster_id)
         fail("check_link_status belongs to enable_cache_manager = False")
+
+    def _require_collective(self) -> _Running:
+        running = self._require()
+        if running.settings.point_to_point:
+            fail(
+                "the hixl backend has link_clusters only",
+                LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
+            )
+        return running
 
     def _require(self) -> _Running:
         running = self._running

@@ -1,0 +1,33 @@
+// The collective link() and the listening address.
+#include "bindings/py_engine.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace llmdd::bindings {
+namespace {
+
+int64_t link_members(PyEngine& self, const std::string& name,
+                     const std::vector<std::pair<uint64_t, uint32_t>>& members) {
+  return self.get().link_members({name, members});
+}
+
+}  // namespace
+
+void bind_members(nb::class_<PyEngine>& engine) {
+  engine.def("link_members", &link_members, "name"_a, "members"_a, ReleaseGil())
+      .def(
+          "unlink_members",
+          [](PyEngine& self, int64_t comm_id) { self.get().unlink_members(comm_id); }, "comm_id"_a,
+          ReleaseGil())
+      .def(
+          "comm_state",
+          [](PyEngine& self, int64_t id) { return static_cast<int>(self.get().comm_state(id)); },
+          "comm_id"_a, ReleaseGil())
+      .def(
+          "listen",
+          [](PyEngine& self, const std::string& ip, uint16_t port) { self.get().listen(ip, port); },
+          "listen_ip"_a, "listen_port"_a, ReleaseGil());
+}
+
+}  // namespace llmdd::bindings
