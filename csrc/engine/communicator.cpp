@@ -172,9 +172,10 @@ void Communicator::succeed() {
 
 void Communicator::fail(const std::string& sentence) {
   for (uint64_t cluster_id : awaited_) {
-    if (failures_.count(cluster_id) == 0) {
-      context_.note(cluster_id, describe() + ": the member did not come in time");
-    }
+    if (failures_.count(cluster_id) != 0) continue;
+    context_.note(
+        cluster_id,
+        describe() + ": " + (deadline_.passed() ? "the member did not come in time" : sentence));
   }
   state_ = CommState::kFailed;
   log(LogLevel::kWarning, describe() + " failed: " + sentence);
