@@ -88,8 +88,10 @@ void push_blocks(PyEngine& self, uint64_t cluster_id, const RefTuple& ref, int64
 
 void pull_cache(PyEngine& self, uint64_t cluster_id, const RefTuple& ref, int64_t dst_cache_id,
                 uint64_t batch_index, int64_t size, const RangeTuple& src_layers,
-                const RangeTuple& dst_layers, uint32_t tensors_per_layer) {
-  self.get().pull_cache(to_remote(cluster_id, ref), dst_cache_id, batch_index, size,
+                const RangeTuple& dst_layers, uint32_t tensors_per_layer,
+                std::optional<uint64_t> src_offset, std::optional<uint64_t> dst_offset) {
+  self.get().pull_cache(to_remote(cluster_id, ref), dst_cache_id,
+                        {batch_index, size, src_offset, dst_offset},
                         to_layers(src_layers, dst_layers, tensors_per_layer));
 }
 
@@ -134,7 +136,7 @@ void bind_engine(nb::module_& module) {
           "cluster_id"_a, ReleaseGil())
       .def("pull_cache", &pull_cache, "cluster_id"_a, "ref"_a, "dst_cache_id"_a, "batch_index"_a,
            "size"_a, "src_layers"_a.none(), "dst_layers"_a.none(), "tensors_per_layer"_a,
-           ReleaseGil())
+           "src_offset"_a = nb::none(), "dst_offset"_a = nb::none(), ReleaseGil())
       .def("pull_blocks", &pull_blocks, "cluster_id"_a, "ref"_a, "dst_cache_id"_a, "src_blocks"_a,
            "dst_blocks"_a, "src_layers"_a.none(), "dst_layers"_a.none(), "tensors_per_layer"_a,
            ReleaseGil())

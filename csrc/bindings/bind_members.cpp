@@ -1,4 +1,4 @@
-// The collective link() and the listening address.
+// The collective link(), the listening address and the state of links.
 #include "bindings/py_engine.h"
 
 namespace nb = nanobind;
@@ -27,7 +27,13 @@ void bind_members(nb::class_<PyEngine>& engine) {
       .def(
           "listen",
           [](PyEngine& self, const std::string& ip, uint16_t port) { self.get().listen(ip, port); },
-          "listen_ip"_a, "listen_port"_a, ReleaseGil());
+          "listen_ip"_a, "listen_port"_a, ReleaseGil())
+      .def(
+          "linked", [](PyEngine& self, uint64_t id) { return self.get().linked(id); },
+          "cluster_id"_a, ReleaseGil())
+      .def(
+          "check_link", [](PyEngine& self, uint64_t id) { self.get().check_link(id); },
+          "cluster_id"_a, ReleaseGil());
 }
 
 }  // namespace llmdd::bindings

@@ -17,6 +17,7 @@ enum class Status : uint32_t {
   kAlreadyLink = 0x5010B008,
   kLinkFailed = 0x5010B009,
   kUnlinkFailed = 0x5010B00A,
+  kKeyExists = 0x5010B015,  // has no name in Python
   kExistLink = 0x5010B018,
   kFeatureNotEnabled = 0x5010B019,
   kTimeout = 0x5010B01A,

@@ -103,7 +103,7 @@ void CacheTable::check_unbound_locked(const std::vector<RowKey>& row_keys) const
     const RowIndex& index = key.is_prefix() ? prefixes_ : requests_;
     if (index.count({key.id(), key.model_id}) != 0 ||
         !seen.emplace(key.is_prefix(), key.id(), key.model_id).second) {
-      throw Error(Status::kParamInvalid,
+      throw Error(Status::kKeyExists,
                   describe({key.is_prefix() ? KeyKind::kPrefix : KeyKind::kRequest, key.id(),
                             key.model_id, 0}) +
                       " names a row already; pull it or call remove_cache_key first");

@@ -69,7 +69,7 @@ class CacheTable {
   // row key wins, the last binding of a blocks key does.
   int64_t add(const CacheSpec& spec, const std::vector<RowKey>& row_keys,
               std::optional<uint64_t> blocks_model_id);
-  // The same with memory of `pool` for `num_tensors` tensors. Throws Error(kParamInvalid) for a row
+  // The same with memory of `pool` for `num_tensors` tensors. Throws Error(kKeyExists) for a row
   // key that is bound already, or given twice.
   Allocated allocate(const CacheSpec& spec, size_t num_tensors,
                      const std::shared_ptr<MemoryPool>& pool, const std::vector<RowKey>& row_keys,

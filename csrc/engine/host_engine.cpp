@@ -15,7 +15,8 @@ constexpr size_t kMaxLinkErrors = 1024;
 
 // What link_clusters reports: details are in the sentence.
 Status link_status(Status status) {
-  bool exact = status == Status::kParamInvalid || status == Status::kAlreadyLink;
+  bool exact = status == Status::kParamInvalid || status == Status::kAlreadyLink ||
+               status == Status::kTimeout;
   return exact ? status : Status::kLinkFailed;
 }
 
@@ -309,10 +310,20 @@ std::string HostEngine::last_link_error(uint64_t cluster_id) const {
   return found == link_errors_.end() ? "" : found->second.sentence;
 }
 
-void HostEngine::pull_cache(const Remote& src, int64_t dst_cache_id, uint64_t batch_index,
-                            int64_t size, const Layers& layers) {
+bool HostEngine::linked(uint64_t cluster_id) const {
   Call call(*this);
-  transfers_.pull_cache(src, dst_cache_id, batch_index, size, layers);
+  return links_.find(cluster_id) != nullptr;
+}
+
+void HostEngine::check_link(uint64_t cluster_id) {
+  Call call(*this);
+  transfers_.check_link(cluster_id);
+}
+
+void HostEngine::pull_cache(const Remote& src, int64_t dst_cache_id, const RowPull& row,
+                            const Layers& layers) {
+  Call call(*this);
+  transfers_.pull_cache(src, dst_cache_id, row, layers);
 }
 
 void HostEngine::pull_blocks(const Remote& src, int64_t dst_cache_id,

@@ -69,7 +69,11 @@ class HostEngine {
   // attempts count before those of the peer.
   std::string last_link_error(uint64_t cluster_id) const;
 
-  void pull_cache(const Remote& src, int64_t dst_cache_id, uint64_t batch_index, int64_t size,
+  bool linked(uint64_t cluster_id) const;
+  // Throws Error unless the peer answers within sync_kv_timeout.
+  void check_link(uint64_t cluster_id);
+
+  void pull_cache(const Remote& src, int64_t dst_cache_id, const RowPull& row,
                   const Layers& layers);
   void pull_blocks(const Remote& src, int64_t dst_cache_id, const std::vector<uint64_t>& src_blocks,
                    const std::vector<uint64_t>& dst_blocks, const Layers& layers);

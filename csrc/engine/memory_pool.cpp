@@ -1,6 +1,7 @@
 #include "engine/memory_pool.h"
 
 #include <sys/mman.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
@@ -50,6 +51,14 @@ MemoryPool::MemoryPool(const PoolConfig& config)
   if (capacity_ > 0) free_[0] = capacity_;
 }
 
+// The kernel takes the memory back, so that a pool costs what its caches hold.
+void MemoryPool::discard(uint64_t addr, uint64_t bytes) const {
+  static const uint64_t os_page = static_cast<uint64_t>(::sysconf(_SC_PAGESIZE));
+  uint64_t first = (addr + os_page - 1) / os_page * os_page;
+  uint64_t end = (addr + bytes) / os_page * os_page;
+  if (first < end) ::madvise(reinterpret_cast<void*>(first), end - first, MADV_DONTNEED);
+}
+
 MemoryPool::~MemoryPool() {
   if (capacity_ > 0) ::munmap(reinterpret_cast<void*>(base_), capacity_);
 }
@@ -80,6 +89,7 @@ void MemoryPool::release(uint64_t addr, uint64_t bytes) {
   std::lock_guard lock(mutex_);
   uint64_t length = round_up(bytes);
   used_ -= length;
+  discard(addr, length);
   auto piece = free_.emplace(addr - base_, length).first;
   auto next = std::next(piece);
   if (next != free_.end() && piece->first + piece->second == next->first) {

@@ -50,6 +50,7 @@ class MemoryPool {
 
  private:
   uint64_t round_up(uint64_t bytes) const;
+  void discard(uint64_t addr, uint64_t bytes) const;
 
   const uint64_t page_bytes_;
   const uint64_t capacity_;  // whole pages

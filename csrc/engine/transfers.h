@@ -37,6 +37,17 @@ struct Layers {
   uint32_t tensors_per_layer = 2;
 };
 
+// Where the bytes of a pulled row begin and end.
+struct RowPull {
+  uint64_t batch_index = 0;  // the local row
+  int64_t size = -1;         // -1: the rest of the local row
+  // Bytes into either row. A pull with an offset, even 0, leaves the source's key bound.
+  std::optional<uint64_t> src_offset;
+  std::optional<uint64_t> dst_offset;
+
+  bool keeps_key() const { return src_offset.has_value() || dst_offset.has_value(); }
+};
+
 struct Remote {
   uint64_t cluster_id = 0;
   CacheRef ref;
@@ -47,8 +58,8 @@ class Transfers {
   Transfers(const EngineOptions& options, CacheTable& caches, LinkTable& links)
       : options_(options), caches_(caches), links_(links) {}
 
-  // `size` bytes of the remote row into local row `batch_index`; -1 means the local row's size.
-  void pull_cache(const Remote& src, int64_t dst_cache_id, uint64_t batch_index, int64_t size,
+  void check_link(uint64_t cluster_id);
+  void pull_cache(const Remote& src, int64_t dst_cache_id, const RowPull& row,
                   const Layers& layers);
   // Blocks to blocks, or a contiguous row to blocks when `ref` is not of kind kBlocks.
   void pull_blocks(const Remote& src, int64_t dst_cache_id, const std::vector<uint64_t>& src_blocks,
@@ -70,7 +81,7 @@ class Transfers {
                 std::vector<ByteRun> runs) const;
   void copy(Link& link, std::shared_ptr<Cache> cache, const CopyPlan& plan,
             const Deadline& deadline) const;
-  void finish(Link& link, const CacheRef& ref, const Resolved& remote, const Layers& layers,
+  void finish(Link& link, const CacheRef& ref, const Resolved& remote, const TensorRange& used,
               const Deadline& deadline) const;
   void push(const Remote& dst, const Cache& source, const Layers& layers,
             std::vector<BlockRun> runs);

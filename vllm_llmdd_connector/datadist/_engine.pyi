@@ -67,6 +67,8 @@ class HostEngine:
         src_layers: _Range,
         dst_layers: _Range,
         tensors_per_layer: int,
+        src_offset: int | None = None,
+        dst_offset: int | None = None,
     ) -> None: ...
     def pull_blocks(
         self,
@@ -139,6 +141,8 @@ class HostEngine:
     def comm_state(self, comm_id: int) -> int:
         """A value of RegisterMemStatus."""
 
+    def linked(self, cluster_id: int) -> bool: ...
+    def check_link(self, cluster_id: int) -> None: ...
     def listen(self, listen_ip: str, listen_port: int) -> None: ...
     def inject_probe_errno(self, error: int) -> None:
         """Tests only: probes of new links fail with this errno; 0 ends that."""

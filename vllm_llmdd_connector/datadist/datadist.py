@@ -146,7 +146,9 @@ class LLMDataDist:
         answers = iter(codes)
         return _overall(
             [
-                status_of(next(answers)) if _dialable(cluster) else LLMStatusCode.LLM_PARAM_INVALID
+                _link_status(next(answers))
+                if _dialable(cluster)
+                else LLMStatusCode.LLM_PARAM_INVALID
                 for cluster in clusters
             ]
         )
@@ -273,6 +275,12 @@ def _dialable(cluster: LLMClusterInfo) -> bool:
 def _target(cluster: LLMClusterInfo) -> tuple[int, str, int]:
     ip, port = cluster.remote_ip_info_list[0]
     return _remote_id(cluster), ip_text(ip), port
+
+
+def _link_status(code: int) -> LLMStatusCode:
+    """A link that was not made in time is one that failed; the sentence says why."""
+    status = status_of(code)
+    return LLMStatusCode.LLM_LINK_FAILED if status == LLMStatusCode.LLM_TIMEOUT else status
 
 
 def _overall(statuses: list[LLMStatusCode]) -> _LinkResult:
