@@ -82,10 +82,6 @@ class TestInit:
         with refused(api):
             fresh.check_link_status(1)
 
-    def test_first_generation_is_refused(self, api: Any, fresh: Any) -> None:
-        with refused(api, "LLM_FEATURE_NOT_ENABLED"):
-            fresh.init({})
-
     @pytest.mark.parametrize(
         "options",
         [

@@ -7,7 +7,6 @@ whole pages of ``2 ** page_shift`` bytes of it.
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -21,6 +20,7 @@ from vllm_llmdd_connector.datadist.checks import (
     check_uint64,
 )
 from vllm_llmdd_connector.datadist.keys import BlocksCacheKey, CacheKey
+from vllm_llmdd_connector.datadist.refs import copy_pairs, swap_pairs
 from vllm_llmdd_connector.datadist.status import engine_errors
 from vllm_llmdd_connector.datadist.types import Cache, CacheDesc, MemInfo, Memtype, Placement
 
@@ -133,15 +133,7 @@ class CacheAllocation:
         self._require_open()
         check_type("cache", cache, Cache)
         check(cache.is_blocks_cache, "copy_blocks needs a blocks cache")
-        check_type("copy_block_info", copy_block_info, dict)
-        src, dst = array("Q"), array("Q")
-        for block, copies in copy_block_info.items():
-            check_uint64("copy_block_info key", block)
-            check_type("copy_block_info value", copies, list, tuple)
-            for copy in copies:
-                check_uint64("copy_block_info inner", copy)
-                src.append(block)
-                dst.append(copy)
+        src, dst = copy_pairs(copy_block_info)
         with engine_errors("copy_blocks"):
             self._engine.copy_blocks(cache.cache_id, src, dst)
 
@@ -153,13 +145,7 @@ class CacheAllocation:
         for name, cache in (("src_cache", src_cache), ("dst_cache", dst_cache)):
             check_type(name, cache, Cache)
             check(cache.is_blocks_cache, f"swap_blocks: {name} is not a blocks cache")
-        check_type("src_to_dst", src_to_dst, dict)
-        src, dst = array("Q"), array("Q")
-        for source, destination in src_to_dst.items():
-            check_uint64("src_to_dst key", source)
-            check_uint64("src_to_dst value", destination)
-            src.append(source)
-            dst.append(destination)
+        src, dst = swap_pairs(src_to_dst)
         check(
             src_cache.cache_desc.placement != dst_cache.cache_desc.placement,
             f"both caches are of placement {src_cache.cache_desc.placement.name}, swap_blocks "

@@ -7,6 +7,7 @@ they are first asked for; nothing else here needs numpy.
 from __future__ import annotations
 
 from functools import cache
+from importlib import import_module
 from typing import Any
 
 from vllm_llmdd_connector.datadist.types import DataType
@@ -28,8 +29,7 @@ def get_python_dtype_from_wrapper_dtype(wrapper_dtype: int) -> DataType:
 
 @cache
 def _tables() -> dict[str, Any]:
-    import numpy as np
-
+    np: Any = import_module("numpy")  # may not be installed
     to_numpy = {
         DataType.DT_FLOAT: np.float32,
         DataType.DT_FLOAT16: np.float16,

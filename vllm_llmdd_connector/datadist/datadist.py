@@ -11,7 +11,7 @@ import logging
 import os
 import threading
 from collections.abc import Mapping, Sequence
-from typing import ClassVar, NoReturn
+from typing import ClassVar
 
 from vllm_llmdd_connector.datadist import _engine
 from vllm_llmdd_connector.datadist.cache_manager import CacheManager
@@ -24,12 +24,16 @@ from vllm_llmdd_connector.datadist.checks import (
 )
 from vllm_llmdd_connector.datadist.cluster_info import LLMClusterInfo, ip_text
 from vllm_llmdd_connector.datadist.collective import check_comm_id, check_members
+from vllm_llmdd_connector.datadist.first_links import FirstGenerationLinks
+from vllm_llmdd_connector.datadist.kv_cache_manager import KvCacheManager
+from vllm_llmdd_connector.datadist.link_use import LinkUse
 from vllm_llmdd_connector.datadist.settings import EngineSettings, listen_address, read_settings
 from vllm_llmdd_connector.datadist.status import (
     LLMException,
     LLMStatusCode,
     engine_errors,
     fail,
+    first_generation_errors,
     status_of,
 )
 from vllm_llmdd_connector.datadist.types import LLMRole, RegisterMemStatus
@@ -44,7 +48,7 @@ _LinkResult = tuple[LLMStatusCode, list[LLMStatusCode]]
 class _Running:
     """What exists between ``init`` and ``finalize``."""
 
-    def __init__(self, cluster_id: int, settings: EngineSettings) -> None:
+    def __init__(self, role: LLMRole, cluster_id: int, settings: EngineSettings) -> None:
         self.settings = settings
         self.owner_pid = os.getpid()
         with engine_errors("init"):
@@ -59,7 +63,15 @@ class _Running:
                 settings.link_total_time_ms,
                 settings.link_retries,
             )
+        link_use = LinkUse()
         self.cache_manager = CacheManager(self.engine, settings.remote_access)
+        self.kv_cache_manager = KvCacheManager(self.engine, role, link_use)
+        self.first_links = FirstGenerationLinks(self.engine, link_use)
+
+    def close(self) -> None:
+        self.cache_manager.close()
+        self.kv_cache_manager.close()
+        self.engine.finalize()
 
 
 class LLMDataDist:
@@ -90,7 +102,8 @@ class LLMDataDist:
                     "another LLMDataDist of this process is initialised; finalize it first",
                     LLMStatusCode.LLM_FAILED,
                 )
-            self._running = _Running(self._cluster_id, read_settings(options))
+            settings = read_settings(options, self._role)
+            self._running = _Running(self._role, self._cluster_id, settings)
             LLMDataDist.llm_engine_instance = self
 
     def finalize(self) -> None:
@@ -100,8 +113,7 @@ class LLMDataDist:
             if LLMDataDist.llm_engine_instance is self:
                 LLMDataDist.llm_engine_instance = None
         if running is not None:
-            running.cache_manager.close()
-            running.engine.finalize()
+            running.close()
 
     @property
     def cluster_id(self) -> int:
@@ -109,13 +121,11 @@ class LLMDataDist:
 
     @property
     def cache_manager(self) -> CacheManager:
-        return self._require().cache_manager
+        return self._require_second("cache_manager").cache_manager
 
     @property
-    def kv_cache_manager(self) -> NoReturn:
-        """First generation only, so never with this engine."""
-        self._require()
-        fail("kv_cache_manager belongs to enable_cache_manager = False; use cache_manager")
+    def kv_cache_manager(self) -> KvCacheManager:
+        return self._require_first("kv_cache_manager").kv_cache_manager
 
     @property
     def listen_port(self) -> int:
@@ -137,7 +147,10 @@ class LLMDataDist:
         if not clusters:
             return LLMStatusCode.LLM_PARAM_INVALID, []
         for cluster in clusters:
-            check_uint64("remote_cluster_id", cluster.remote_cluster_id)
+            _remote_id(cluster)
+        if running.settings.first_generation:
+            return running.first_links.link(self._role, clusters, timeout)
+        for cluster in clusters:
             if running.settings.needs_local_ip:
                 check(bool(cluster.local_ip_info_list), "local_ip_info_list is empty")
         targets = [_target(cluster) for cluster in clusters if _dialable(cluster)]
@@ -166,6 +179,8 @@ class LLMDataDist:
         if not clusters:
             return LLMStatusCode.LLM_PARAM_INVALID, []
         ids = [_remote_id(cluster) for cluster in clusters]
+        if running.settings.first_generation:
+            return running.first_links.unlink(clusters, timeout, force)
         with engine_errors("unlink_clusters"):
             codes = running.engine.unlink(ids, timeout, force)
         return _overall([status_of(code) for code in codes])
@@ -214,6 +229,8 @@ class LLMDataDist:
             options = switch_options
         address = listen_address(options)
         settings = running.settings
+        if settings.first_generation:
+            self._check_first_switch(role, settings, address)
         if settings.point_to_point and address != (settings.listen_ip, settings.listen_port):
             fail(
                 "the hixl backend keeps its listening address",
@@ -221,7 +238,19 @@ class LLMDataDist:
             )
         with engine_errors("switch_role"):
             running.engine.listen(*address)
+        running.kv_cache_manager.switch_role(role)
         self._role = role
+
+    def _check_first_switch(
+        self, role: LLMRole, settings: EngineSettings, address: tuple[str, int]
+    ) -> None:
+        check(role != self._role, f"the role is {role} already")
+        check(role != LLMRole.PROMPT or bool(address[0]), "a PROMPT needs llm.listenIpInfo")
+        if not settings.may_switch_role:
+            fail(
+                "the role can be switched with LLMConfig.enable_switch_role = True only",
+                LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
+            )
 
     def last_link_error(self, cluster_id: int) -> str:
         """Why the last attempt to link or unlink with this cluster failed, as one sentence.
@@ -233,19 +262,33 @@ class LLMDataDist:
         with engine_errors("last_link_error"):
             return self._require().engine.last_link_error(cluster_id)
 
-    def check_link_status(self, remote_cluster_id: int) -> NoReturn:
-        """First generation only, so never with this engine."""
-        self._require()
+    def check_link_status(self, remote_cluster_id: int) -> None:
+        """Raise unless the peer answers over the link (first generation only)."""
+        running = self._require_first("check_link_status")
         check_uint64("remote_cluster_id", remote_cluster_id)
-        fail("check_link_status belongs to enable_cache_manager = False")
+        with first_generation_errors("check_link_status"):
+            running.engine.check_link(remote_cluster_id)
 
     def _require_collective(self) -> _Running:
-        running = self._require()
+        running = self._require_second("link")
         if running.settings.point_to_point:
             fail(
                 "the hixl backend has link_clusters only",
                 LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
             )
+        return running
+
+    def _require_first(self, what: str) -> _Running:
+        running = self._require()
+        check(running.settings.first_generation, f"{what} belongs to enable_cache_manager = False")
+        return running
+
+    def _require_second(self, what: str) -> _Running:
+        running = self._require()
+        check(
+            not running.settings.first_generation,
+            f"{what} belongs to enable_cache_manager = True",
+        )
         return running
 
     def _require(self) -> _Running:

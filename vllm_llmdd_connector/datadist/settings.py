@@ -8,7 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from vllm_llmdd_connector.datadist.checks import check, check_elements, check_type
+from vllm_llmdd_connector.datadist.cluster_info import ip_text, trans_str_ip
 from vllm_llmdd_connector.datadist.status import LLMStatusCode, fail
+from vllm_llmdd_connector.datadist.types import LLMRole
 
 __all__ = ["EngineSettings", "listen_address", "read_settings"]
 
@@ -22,6 +24,8 @@ _FLOW_MEMORY = "ge.flowGraphMemMaxSize"
 _DEVICE = "ge.exec.deviceId"
 _DEVICE_POOL = "llm.MemPoolConfig"
 _HOST_POOL = "llm.HostMemPoolConfig"
+_CLUSTER_INFO = "llm.ClusterInfo"
+_SWITCH_ROLE = "llm.EnableSwitchRole"
 _LINK_TIME = "llm.LinkTotalTime"
 _LINK_RETRIES = "llm.LinkRetryCount"
 _LINK_TIME_VARIABLE = "HCCL_CONNECT_TIMEOUT"  # the vendor's default for link()
@@ -30,6 +34,7 @@ _DEFAULT_SYNC_KV_TIMEOUT_MS = 1000
 _DEFAULT_LINK_TIME_S = "120"
 _MAX_LINK_RETRIES = 100
 _DEFAULT_PAGE_SHIFT = 16
+_FIRST_GENERATION_PAGE_SHIFT = 9  # its tensors are aligned to 512 bytes
 _PAGE_SHIFTS = range(10, 31)
 
 Pool = tuple[int, int]  # bytes, page shift
@@ -49,9 +54,11 @@ class EngineSettings:
     link_total_time_ms: int  # bounds the set-up of one link()
     link_retries: int
     point_to_point: bool  # the backend has no link()
+    first_generation: bool = False  # KvCacheManager, else CacheManager
+    may_switch_role: bool = True
 
 
-def read_settings(options: Mapping[str, str]) -> EngineSettings:
+def read_settings(options: Mapping[str, str], role: LLMRole) -> EngineSettings:
     """Check the options the engine looks at; others are the vendor's and are left alone."""
     check_type("options", options, dict)
     check_elements("options", options.keys(), str)
@@ -60,11 +67,7 @@ def read_settings(options: Mapping[str, str]) -> EngineSettings:
     check_elements("options", options.values(), str)
     completed = _with_defaults(options)
     if completed.get(_CACHE_MANAGER) != "1":
-        fail(
-            "this engine has the second-generation CacheManager only; "
-            "set LLMConfig.enable_cache_manager = True",
-            LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
-        )
+        return _first_generation(completed, role)
     _check_device(completed)
     listen_ip, listen_port = listen_address(completed)
     return EngineSettings(
@@ -79,6 +82,50 @@ def read_settings(options: Mapping[str, str]) -> EngineSettings:
         link_retries=_link_retries(completed),
         point_to_point=_BACKEND in completed,
     )
+
+
+def _first_generation(options: Mapping[str, str], role: LLMRole) -> EngineSettings:
+    """A PROMPT listens. Caches come from a pool as large as the machine's memory, of which the
+    kernel supplies what is touched, unless ``ge.flowGraphMemMaxSize`` says less."""
+    if ";" in options.get(_DEVICE, ""):
+        fail("this engine has one device per process", LLMStatusCode.LLM_FEATURE_NOT_ENABLED)
+    _check_device(options)
+    listen_ip, listen_port = _prompt_address(options) if role == LLMRole.PROMPT else ("", 0)
+    memory = int(options.get(_FLOW_MEMORY, "0")) or _machine_memory()
+    return EngineSettings(
+        remote_access=False,
+        sync_kv_timeout_ms=_timeout_ms(options),
+        listen_ip=listen_ip,
+        listen_port=listen_port,
+        needs_local_ip=True,
+        device_pool=(memory, _FIRST_GENERATION_PAGE_SHIFT),
+        host_pool=None,
+        link_total_time_ms=_link_time_s(options) * 1000,
+        link_retries=_link_retries(options),
+        point_to_point=False,
+        first_generation=True,
+        may_switch_role=options.get(_SWITCH_ROLE) == "1",
+    )
+
+
+def _machine_memory() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _prompt_address(options: Mapping[str, str]) -> tuple[str, int]:
+    if _CLUSTER_INFO in options:
+        return _cluster_info_address(options[_CLUSTER_INFO])
+    check(bool(options.get(_LISTEN)), f"a PROMPT needs {_LISTEN}")
+    return listen_address(options)
+
+
+def _cluster_info_address(text: str) -> tuple[str, int]:
+    try:
+        (address,) = json.loads(text)["listen_ip_info"]
+        ip, port = address["ip"], int(address["port"])
+        return ip_text(trans_str_ip(ip)), port
+    except (ValueError, KeyError, TypeError) as error:
+        fail(f"{_CLUSTER_INFO} must be JSON with one entry in listen_ip_info: {error!r}")
 
 
 def _with_defaults(options: Mapping[str, str]) -> dict[str, str]:
