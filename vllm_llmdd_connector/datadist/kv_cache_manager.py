@@ -100,7 +100,7 @@ class KvCacheManager:
         cache.forget_addrs()
 
     def _collect(self, cache: KvCache) -> None:
-        """The finalizer of a cache. After finalize, and in a forked child, nothing is to be freed."""
+        """The finalizer of a cache. In a forked child the engine refuses, rightly."""
         if not self._closed:
             with contextlib.suppress(LLMException):
                 self.deallocate_cache(cache)
