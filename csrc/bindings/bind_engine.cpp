@@ -18,17 +18,6 @@ using namespace nb::literals;
 namespace llmdd::bindings {
 namespace {
 
-CacheSpec to_spec(std::vector<int64_t> shape, uint64_t element_bytes, bool remote_accessible,
-                  bool host_placed, std::vector<uint64_t> addrs) {
-  CacheSpec spec;
-  spec.shape = std::move(shape);
-  spec.element_bytes = element_bytes;
-  spec.remote_accessible = remote_accessible;
-  spec.host_placed = host_placed;
-  spec.tensor_addrs = std::move(addrs);
-  return spec;
-}
-
 std::vector<uint32_t> to_codes(const std::vector<Status>& statuses) {
   std::vector<uint32_t> codes;
   for (Status status : statuses) codes.push_back(static_cast<uint32_t>(status));
@@ -80,8 +69,10 @@ void push_blocks(PyEngine& self, uint64_t cluster_id, const RefTuple& ref, int64
 
 void pull_cache(PyEngine& self, uint64_t cluster_id, const RefTuple& ref, int64_t dst_cache_id,
                 uint64_t batch_index, int64_t size, const RangeTuple& src_layers,
-                const RangeTuple& dst_layers, uint32_t tensors_per_layer) {
-  self.get().pull_cache(to_remote(cluster_id, ref), dst_cache_id, batch_index, size,
+                const RangeTuple& dst_layers, uint32_t tensors_per_layer,
+                std::optional<uint64_t> src_offset, std::optional<uint64_t> dst_offset) {
+  self.get().pull_cache(to_remote(cluster_id, ref), dst_cache_id,
+                        {batch_index, size, src_offset, dst_offset},
                         to_layers(src_layers, dst_layers, tensors_per_layer));
 }
 
@@ -95,9 +86,15 @@ void push_cache(PyEngine& self, uint64_t cluster_id, const RefTuple& ref, int64_
 }  // namespace
 
 void bind_engine(nb::module_& module) {
-  nb::class_<PyEngine>(module, "HostEngine")
-      .def(nb::init<uint64_t, bool, int64_t, const std::string&, uint16_t>(), "cluster_id"_a,
-           "remote_access"_a, "sync_kv_timeout_ms"_a, "listen_ip"_a, "listen_port"_a)
+  nb::class_<PyEngine> engine(module, "HostEngine");
+  bind_allocation(engine);
+  bind_members(engine);
+  engine
+      .def(nb::init<uint64_t, bool, int64_t, const std::string&, uint16_t, const PoolTuple&,
+                    const PoolTuple&, int64_t, uint32_t>(),
+           "cluster_id"_a, "remote_access"_a, "sync_kv_timeout_ms"_a, "listen_ip"_a,
+           "listen_port"_a, "device_pool"_a = nb::none(), "host_pool"_a = nb::none(),
+           "link_total_time_ms"_a = 120'000, "link_retries"_a = 1)
       .def("finalize", &PyEngine::finalize, ReleaseGil())
       .def_prop_ro("listen_port", [](PyEngine& self) { return self.get().listen_port(); })
       .def("register_cache", &register_cache, "shape"_a, "element_bytes"_a, "remote_accessible"_a,
@@ -120,7 +117,7 @@ void bind_engine(nb::module_& module) {
           "cluster_id"_a, ReleaseGil())
       .def("pull_cache", &pull_cache, "cluster_id"_a, "ref"_a, "dst_cache_id"_a, "batch_index"_a,
            "size"_a, "src_layers"_a.none(), "dst_layers"_a.none(), "tensors_per_layer"_a,
-           ReleaseGil())
+           "src_offset"_a = nb::none(), "dst_offset"_a = nb::none(), ReleaseGil())
       .def("pull_blocks", &pull_blocks, "cluster_id"_a, "ref"_a, "dst_cache_id"_a, "src_blocks"_a,
            "dst_blocks"_a, "src_layers"_a.none(), "dst_layers"_a.none(), "tensors_per_layer"_a,
            ReleaseGil())

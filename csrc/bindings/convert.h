@@ -2,12 +2,10 @@
 #pragma once
 
 #include <nanobind/nanobind.h>
-#include <nanobind/ndarray.h>
 
 #include <optional>
 #include <tuple>
 #include <utility>
-#include <vector>
 
 #include "engine/transfers.h"
 
@@ -15,13 +13,7 @@ namespace llmdd::bindings {
 
 namespace nb = nanobind;
 
-using Blocks = nb::ndarray<const uint64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using RangeTuple = std::optional<std::pair<uint64_t, uint64_t>>;
-using ReleaseGil = nb::call_guard<nb::gil_scoped_release>;
-
-inline std::vector<uint64_t> to_vector(const Blocks& blocks) {
-  return {blocks.data(), blocks.data() + blocks.shape(0)};
-}
 
 inline std::optional<LayerRange> to_range(const RangeTuple& range) {
   if (!range) return std::nullopt;

@@ -63,6 +63,13 @@ class Link {
 
   void start();
 
+  // Marks a link that a collective link() makes. Until it is released it serves the peer, and no
+  // call of this process may use it.
+  void hold() { collective_ = held_ = true; }
+  void release() { held_ = false; }
+  bool held() const { return held_; }
+  bool collective() const { return collective_; }
+
   // Sends a request and returns its reply. Throws Error: the peer's own for kFailure, kTimeout at
   // the deadline (the link fails then), kFailed when the link ends first.
   Frame call(MessageType request, const Bytes& payload, const Deadline& deadline) {
@@ -109,6 +116,8 @@ class Link {
   std::mutex thread_mutex_;  // a link may be unlinked before its thread has started
   std::thread thread_;
   std::atomic<bool> thread_done_{false};
+  std::atomic<bool> held_{false};
+  std::atomic<bool> collective_{false};
 
   mutable std::mutex mutex_;
   std::condition_variable changed_;

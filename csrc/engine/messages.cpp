@@ -220,13 +220,20 @@ Resolved Resolved::decode(const Bytes& payload) {
 
 Bytes Finish::encode() const {
   WireWriter writer;
+  write_ref(writer, ref);
   writer.u64(static_cast<uint64_t>(cache_id));
+  writer.u32(tensors.first);
+  writer.u32(tensors.count);
   return writer.take();
 }
 
 Finish Finish::decode(const Bytes& payload) {
   WireReader reader(payload);
-  Finish finish{static_cast<int64_t>(reader.u64())};
+  Finish finish;
+  finish.ref = read_ref(reader);
+  finish.cache_id = static_cast<int64_t>(reader.u64());
+  finish.tensors.first = reader.u32();
+  finish.tensors.count = reader.u32();
   reader.expect_end();
   return finish;
 }

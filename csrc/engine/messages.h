@@ -90,7 +90,9 @@ struct Resolved {
 };
 
 struct Finish {
+  CacheRef ref;
   int64_t cache_id = 0;
+  TensorRange tensors;
 
   Bytes encode() const;
   static Finish decode(const Bytes& payload);

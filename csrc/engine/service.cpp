@@ -41,13 +41,11 @@ void Service::resolve(Link& link, const Frame& request) {
   link.reply(MessageType::kResolved, request.call_id, describe(found).encode());
 }
 
-// The puller's bytes count only if the cache was registered all the time.
+// The puller's bytes count only if the cache and its key existed all the time. In message mode the
+// pull of an allocated row uses its key up.
 void Service::finish(Link& link, const Frame& request) {
-  int64_t cache_id = Finish::decode(request.payload).cache_id;
-  if (!caches_.contains(cache_id)) {
-    throw Error(Status::kKvCacheNotExist,
-                "cache " + std::to_string(cache_id) + " was unregistered during the pull");
-  }
+  Finish finish = Finish::decode(request.payload);
+  caches_.finish_pull(finish.ref, finish.cache_id, finish.tensors, !remote_access_);
   link.reply(MessageType::kFinished, request.call_id, {});
 }
 

@@ -14,7 +14,10 @@ namespace llmdd {
 class Service : public RequestHandler {
  public:
   Service(CacheTable& caches, ReservationTable& reservations, LinkTable& links, bool remote_access)
-      : caches_(caches), links_(links), receiver_(caches, reservations, remote_access) {}
+      : caches_(caches),
+        links_(links),
+        receiver_(caches, reservations, remote_access),
+        remote_access_(remote_access) {}
 
   void handle(Link& link, const Frame& request) override;
 
@@ -28,6 +31,7 @@ class Service : public RequestHandler {
   CacheTable& caches_;
   LinkTable& links_;
   PushReceiver receiver_;
+  const bool remote_access_;
 };
 
 }  // namespace llmdd

@@ -38,6 +38,21 @@ std::vector<uint64_t> selected(const std::vector<uint64_t>& addrs, const TensorR
   return {first, first + tensors.count};
 }
 
+// The bytes of a piece of a row; a size of -1 means the rest of the row.
+uint64_t piece_size(const char* side, int64_t size, uint64_t offset, uint64_t stride) {
+  if (offset < stride) {
+    uint64_t rest = stride - offset;
+    uint64_t bytes = size < 0 ? rest : static_cast<uint64_t>(size);
+    if (bytes <= rest) return bytes;
+  }
+  invalid("size " + std::to_string(size) + " from offset " + std::to_string(offset) +
+          " is over the " + side + " row's " + std::to_string(stride) + " bytes");
+}
+
+TensorRange source_tensors(const Resolved& remote, const Layers& layers) {
+  return select_tensors(layers.src, remote.tensor_addrs.size(), layers.tensors_per_layer);
+}
+
 }  // namespace
 
 void Transfers::check_own_cluster(uint64_t cluster_id) const {
@@ -77,8 +92,7 @@ Resolved Transfers::resolve(Link& link, const CacheRef& ref, const CacheLayout& 
 
 CopyPlan Transfers::plan(const Resolved& remote, const CacheLayout& local, const Layers& layers,
                          std::vector<ByteRun> runs) const {
-  TensorRange src =
-      select_tensors(layers.src, remote.tensor_addrs.size(), layers.tensors_per_layer);
+  TensorRange src = source_tensors(remote, layers);
   TensorRange dst = select_tensors(layers.dst, local.tensor_addrs.size(), layers.tensors_per_layer);
   check_equal("number of tensors", dst.count, src.count);
   return {selected(remote.tensor_addrs, src), selected(local.tensor_addrs, dst), std::move(runs)};
@@ -97,29 +111,39 @@ void Transfers::copy(Link& link, std::shared_ptr<Cache> cache, const CopyPlan& p
 }
 
 // The answer also proves that the process that was read is the one that was linked.
-void Transfers::finish(Link& link, const Resolved& remote, const Deadline& deadline) const {
-  link.call(MessageType::kFinish, Finish{remote.cache_id}.encode(), deadline);
+void Transfers::finish(Link& link, const CacheRef& ref, const Resolved& remote,
+                       const TensorRange& used, const Deadline& deadline) const {
+  link.call(MessageType::kFinish, Finish{ref, remote.cache_id, used}.encode(), deadline);
 }
 
-void Transfers::pull_cache(const Remote& src, int64_t dst_cache_id, uint64_t batch_index,
-                           int64_t size, const Layers& layers) {
+// Asks for a cache that cannot exist: any other answer than that, and silence, are failures.
+void Transfers::check_link(uint64_t cluster_id) {
+  std::shared_ptr<Link> link = links_.require(cluster_id);
+  try {
+    link->call(MessageType::kResolve, Resolve{{KeyKind::kIdAndIndex, 0, 0, 0}}.encode(),
+               deadline());
+  } catch (const Error& error) {
+    if (error.status() != Status::kKvCacheNotExist) throw;
+  }
+}
+
+void Transfers::pull_cache(const Remote& src, int64_t dst_cache_id, const RowPull& row,
+                           const Layers& layers) {
   std::shared_ptr<Cache> cache = destination(src, dst_cache_id, layers);
   const CacheLayout& local = cache->layout;
-  check_below("batch_index", batch_index, local.rows);
-  uint64_t bytes = size < 0 ? local.stride : static_cast<uint64_t>(size);
-  if (bytes > local.stride) {
-    invalid("size " + std::to_string(bytes) + " is over the row's " + std::to_string(local.stride));
-  }
+  check_below("batch_index", row.batch_index, local.rows);
+  uint64_t dst_offset = row.dst_offset.value_or(0);
+  uint64_t src_offset = row.src_offset.value_or(0);
+  uint64_t bytes = piece_size("destination", row.size, dst_offset, local.stride);
   std::shared_ptr<Link> link = links_.require(src.cluster_id);
   Deadline until = deadline();
   Resolved remote = resolve(*link, src.ref, local, until);
-  if (bytes > remote.stride) {
-    invalid("size " + std::to_string(bytes) + " is over the source row's " +
-            std::to_string(remote.stride));
-  }
-  ByteRun row{remote.row * remote.stride, batch_index * local.stride, bytes};
-  copy(*link, cache, plan(remote, local, layers, {row}), until);
-  finish(*link, remote, until);
+  piece_size("source", static_cast<int64_t>(bytes), src_offset, remote.stride);
+  ByteRun run{remote.row * remote.stride + src_offset, row.batch_index * local.stride + dst_offset,
+              bytes};
+  copy(*link, cache, plan(remote, local, layers, {run}), until);
+  TensorRange used = row.keeps_key() ? TensorRange{} : source_tensors(remote, layers);
+  finish(*link, src.ref, remote, used, until);
 }
 
 void Transfers::pull_blocks(const Remote& src, int64_t dst_cache_id,
@@ -143,7 +167,7 @@ void Transfers::pull_blocks(const Remote& src, int64_t dst_cache_id,
     runs = row_to_blocks(remote.row * remote.stride, remote.stride, local.stride, dst_blocks);
   }
   copy(*link, cache, plan(remote, local, layers, std::move(runs)), until);
-  finish(*link, remote, until);
+  finish(*link, src.ref, remote, source_tensors(remote, layers), until);
 }
 
 std::shared_ptr<Cache> Transfers::source(const PushTarget& dst, int64_t cache_id) const {

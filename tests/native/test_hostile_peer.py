@@ -111,7 +111,7 @@ class TestLink:
         "data",
         [
             b"\0" * 24,
-            wire.frame(wire.RESOLVE, version=2),
+            wire.frame(wire.RESOLVE, version=9),
             wire.frame(wire.RESOLVE, size=2**31),
             wire.frame(wire.RESOLVE, b"short"),
             wire.frame(wire.RESOLVE, wire.ref(9)),

@@ -53,6 +53,10 @@ def ref(kind: int, number: int = 0, model_id: int = 0, row: int = 0) -> bytes:
     return struct.pack("<BQQQ", kind, number, model_id, row)
 
 
+def finish(source: bytes, cache_id: int, first: int, count: int) -> bytes:
+    return source + struct.pack("<QII", cache_id, first, count)
+
+
 def u64_list(values: list[int]) -> bytes:
     return struct.pack(f"<I{len(values)}Q", len(values), *values)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 from vllm_llmdd_connector.datadist import _engine
 from vllm_llmdd_connector.datadist.checks import check_uint32
@@ -23,10 +24,11 @@ class CacheTask:
     def __init__(
         self,
         task: _engine.LayerTask,
-        timeout_status: LLMStatusCode = LLMStatusCode.LLM_TIMEOUT,
+        to_status: Callable[[int], LLMStatusCode] = status_of,
     ) -> None:
         self._task = task
-        self._timeout_status = timeout_status
+        self._to_status = to_status  # the generations name some codes differently
+        self._timeout_status = to_status(LLMStatusCode.LLM_TIMEOUT)
 
     def synchronize(self, timeout_in_millis: int | None = None) -> LLMStatusCode:
         """The first failure of any destination, else ``LLM_SUCCESS``; ``LLM_TIMEOUT`` while the
@@ -61,7 +63,9 @@ class CacheTask:
 
     def _results(self) -> list[LLMStatusCode | None]:
         with engine_errors("CacheTask"):
-            return [None if code is None else status_of(code) for code in self._task.results()]
+            return [
+                None if code is None else self._to_status(code) for code in self._task.results()
+            ]
 
 
 def _left_ms(timeout_in_millis: int | None, start: float) -> int:

@@ -17,6 +17,7 @@ from vllm_llmdd_connector.datadist.checks import (
     check_uint64,
 )
 from vllm_llmdd_connector.datadist.keys import BlocksCacheKey, CacheKeyByIdAndIndex
+from vllm_llmdd_connector.datadist.kv_cache import KvCache
 from vllm_llmdd_connector.datadist.native_synchronizer import NativeLayerSynchronizer
 from vllm_llmdd_connector.datadist.transfer_config import (
     LayerSynchronizer,
@@ -38,22 +39,30 @@ _NO_REF = (_BY_MODEL, 0, 0, 0)
 
 def start_transfer(
     engine: _engine.HostEngine,
-    src_cache: Cache,
+    src_cache: Cache | KvCache,
     layer_synchronizer: LayerSynchronizer,
     transfer_configs: Sequence[AnyConfig],
     src_block_indices: Sequence[int] | None,
     dst_block_indices: Sequence[int] | None,
     dst_block_memory_size: int | None,
     tensor_num_per_layer: int,
+    *,
     by_key: bool,
+    rows_to_blocks: bool = True,
 ) -> _engine.LayerTask:
-    """Check everything and start the transfer's thread; ``by_key`` says which configs fit."""
-    check_type("src_cache", src_cache, Cache)
+    """Check everything and start the transfer's thread.
+
+    ``by_key`` says which configs fit; without ``rows_to_blocks`` only blocks go to blocks.
+    """
     check(src_cache.cache_desc.placement != Placement.HOST, "the source cache has placement HOST")
     dst_blocks = _indices("dst_block_indices", dst_block_indices)
     src_blocks = _indices("src_block_indices", src_block_indices)
     if dst_block_memory_size is not None:
         check_uint64("dst_block_memory_size", dst_block_memory_size)
+    check(
+        rows_to_blocks or len(src_blocks) > 0 or dst_block_indices is None,
+        "dst_block_indices needs src_block_indices: a row cannot go to blocks",
+    )
     _check_blocks(src_blocks, dst_blocks, dst_block_memory_size)
     check_type("layer_synchronizer", layer_synchronizer, LayerSynchronizer)
     check_type("transfer_configs", transfer_configs, list, tuple)
@@ -101,7 +110,7 @@ def _check_blocks(src: array[int], dst: array[int], dst_block_memory_size: int |
         )
 
 
-def _num_layers(src_cache: Cache, per_layer: int) -> int:
+def _num_layers(src_cache: Cache | KvCache, per_layer: int) -> int:
     check_uint32("tensor_num_per_layer", per_layer)
     check(per_layer > 0, "tensor_num_per_layer must be above 0")
     num_tensors = src_cache.cache_desc.num_tensors
