@@ -261,7 +261,9 @@ void CacheTable::release(Cache& cache) {
 std::shared_ptr<Cache> CacheTable::containing(uint64_t addr, uint64_t length) const {
   std::lock_guard lock(mutex_);
   for (const auto& [id, cache] : caches_) {
-    if (contains_bytes(cache->layout, addr, length)) return cache;
+    // What is deallocated stays for its keys, to be read only.
+    bool in_use = !cache->references || cache->references->id_held();
+    if (in_use && contains_bytes(cache->layout, addr, length)) return cache;
   }
   throw Error(Status::kParamInvalid, std::to_string(length) + " bytes at destination address " +
                                          std::to_string(addr) + " are not registered memory");

@@ -3,7 +3,8 @@
 // Layout of a frame: magic u32, version u16, type u16, payload length u32, 0 u32, call id u64,
 // payload. Version history:
 //   1  first version
-//   2  Finish says what was pulled, so that the source can drop the key of an allocated row
+//   2  Finish says what was pulled, so that the source can drop the key of an allocated row;
+//      Push may name raw addresses or a reservation
 #pragma once
 
 #include <array>

@@ -12,6 +12,7 @@ import pytest
 
 from contract.cluster import Cluster, block_pieces, moved
 from contract.errors import refused
+from contract.layerwise import recorder
 from contract.peer import Peer
 
 Local = Callable[..., Cluster]
@@ -262,6 +263,21 @@ class TestReferences:
         local.deallocate(cache)
         with refused(local.api, "LLM_KV_CACHE_NOT_EXIST"):
             local.pull_cache(local.api.CacheKeyByIdAndIndex(2, source), cache)
+
+    def test_deallocated_cache_is_no_raw_destination(self, allocating_pair: Pair) -> None:
+        """Peers still read its rows, so nobody may change them."""
+        local, peer = allocating_pair()
+        source = local.add_rows()
+        theirs = peer.allocate_rows(keys=[local.api.CacheKey(2, 10)])
+        config = local.api.TransferConfig(2, peer.addrs(theirs))
+        results = []
+        for _ in range(2):
+            task = local.manager.transfer_cache_async(
+                local.caches[source], recorder(local.api), [config]
+            )
+            results.append(task.synchronize().name)
+            peer.deallocate(theirs)
+        assert results == ["LLM_SUCCESS", "LLM_PARAM_INVALID"]
 
     def test_c28_pull_by_key_consumes_it(self, allocating_pair: Pair) -> None:
         local, peer = allocating_pair()
