@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,80 +11,10 @@ import torch
 import zmq
 from fakes.clock import PATIENCE_S, wait_for
 from fakes.fake_datadist import FakeDataDist, LLMStatusCode
+from fakes.rank import SECRET, Rank, hold, pull, run
 
-from vllm_llmdd_connector.config import ConnectorConfig
-from vllm_llmdd_connector.control.messages import (
-    Release,
-    ReleaseAck,
-    WorkerEndpoint,
-    decode,
-    encode,
-)
+from vllm_llmdd_connector.control.messages import Release, ReleaseAck, decode, encode
 from vllm_llmdd_connector.errors import ConfigError
-from vllm_llmdd_connector.metadata import Hold, PullJob, StepMessage, WorkerReport
-from vllm_llmdd_connector.scheduler.block_map import GroupBlocks
-from vllm_llmdd_connector.worker.worker import WorkerConnector
-
-NUM_BLOCKS = 8
-SECRET = "secret"
-
-
-class FullAttentionSpec:
-    """Its name is what counts."""
-
-    block_size = 16
-
-
-class Rank:
-    """One worker with two layers; every byte of block ``b`` is ``fill + b``."""
-
-    def __init__(self, kv_role: str, fill: int, **options: Any) -> None:
-        transfer = SimpleNamespace(
-            engine_id=kv_role,
-            kv_role=kv_role,
-            is_kv_producer=kv_role == "kv_producer",
-            is_kv_consumer=kv_role == "kv_consumer",
-        )
-        group = SimpleNamespace(kv_cache_spec=FullAttentionSpec(), layer_names=["a", "b"])
-        config: Any = SimpleNamespace(kv_transfer_config=transfer)
-        kv_cache_config: Any = SimpleNamespace(kv_cache_groups=[group], num_blocks=NUM_BLOCKS)
-        self.worker = WorkerConnector(config, kv_cache_config, ConnectorConfig(**options), 0)
-        self.caches = {name: torch.empty(NUM_BLOCKS, 64, dtype=torch.uint8) for name in "ab"}
-        for cache in self.caches.values():
-            cache[:] = torch.arange(fill, fill + NUM_BLOCKS, dtype=torch.uint8)[:, None]
-        self.worker.register_kv_caches(self.caches)
-        self.received: set[str] = set()
-        self.failed: set[str] = set()
-        self.sent: set[str] = set()
-        self.report = WorkerReport()
-
-    def step(self, **orders: Any) -> None:
-        """One engine step with these orders."""
-        self.worker.bind(StepMessage(**orders))
-        sent, drained = self.worker.poll()
-        assert not self.sent & sent, "a lease was reported twice"
-        assert not self.reported & drained.received, "a request was reported twice"
-        self.sent |= sent
-        self.received |= drained.received
-        self.failed |= drained.failed.keys()
-        report = self.worker.take_report()
-        if report is not None:
-            self.report.aggregate(report)
-
-    @property
-    def reported(self) -> set[str]:
-        return self.received | self.failed
-
-    @property
-    def endpoint(self) -> WorkerEndpoint:
-        handshake = self.worker.handshake
-        assert handshake is not None
-        assert handshake.endpoint is not None
-        return handshake.endpoint
-
-    def blocks(self) -> list[list[int]]:
-        """First byte of each block by layer."""
-        return [cache[:, 0].tolist() for cache in self.caches.values()]
 
 
 @pytest.fixture
@@ -112,38 +41,10 @@ def d(make_rank: Callable[..., Rank]) -> Rank:
     return make_rank("kv_consumer", 0)
 
 
-def hold(production: int = 1) -> Hold:
-    return Hold(production, f"p{production}", SECRET)
-
-
-def pull(p: Rank, claim_id: int = 1, production: int = 1) -> PullJob:
-    return PullJob(
-        request_id=f"d{claim_id}",
-        transfer_id=f"p{production}",
-        claim_id=claim_id,
-        production=production,
-        secret=SECRET,
-        workers=(p.endpoint,),
-        groups=[GroupBlocks([1, 2], [5, 4], 0)],
-        loaded_blocks=[5, 4],
-        timeout_s=60.0,
-    )
-
-
-def run(d: Rank, *request_ids: str) -> None:
-    """Empty steps until these requests are reported."""
-
-    def all_reported() -> bool:
-        d.step()
-        return set(request_ids) <= d.reported
-
-    wait_for(all_reported, f"reports of {request_ids}")
-
-
 class TestPull:
     def test_blocks_arrive_and_p_learns_of_the_release(self, p: Rank, d: Rank) -> None:
         p.step(holds=[hold()])
-        d.step(pulls=[pull(p)])
+        d.step(pulls=[pull(p.endpoint)])
         run(d, "d1")
         assert d.received == {"d1"}
         assert d.blocks() == [[0, 1, 2, 3, 102, 101, 6, 7]] * 2
@@ -155,7 +56,7 @@ class TestPull:
     def test_lease_that_ended_before_the_release_fails_the_request(self, p: Rank, d: Rank) -> None:
         p.step(holds=[hold()])
         p.step(ended=[1])
-        d.step(pulls=[pull(p)])
+        d.step(pulls=[pull(p.endpoint)])
         run(d, "d1")
         assert d.failed == {"d1"}
         assert d.worker.take_failed_blocks() == {4, 5}
@@ -164,7 +65,7 @@ class TestPull:
 
     def test_hold_that_comes_after_the_release_still_confirms_it(self, p: Rank, d: Rank) -> None:
         """P's step may be long: D can be done before P's worker hears of the lease."""
-        d.step(pulls=[pull(p)])
+        d.step(pulls=[pull(p.endpoint)])
         wait_for(lambda: d.blocks()[1][4] == 102, "the copy")
         d.step()
         assert not d.reported
@@ -178,9 +79,9 @@ class TestPull:
         faults = datadist.faults(p.endpoint.cluster_id)
         faults.pull_status, faults.num_pull_failures = LLMStatusCode.LLM_TIMEOUT, 1
         p.step(holds=[hold(1), hold(2)])
-        d.step(pulls=[pull(p, 1, 1)])
+        d.step(pulls=[pull(p.endpoint, 1, 1)])
         run(d, "d1")
-        d.step(pulls=[pull(p, 2, 2)])
+        d.step(pulls=[pull(p.endpoint, 2, 2)])
         run(d, "d2")
         assert (d.failed, d.received) == ({"d1"}, {"d2"})
         assert "LLM_TIMEOUT" in d.report.failed["d1"]
@@ -189,7 +90,7 @@ class TestPull:
         self, p: Rank, d: Rank, make_rank: Callable[..., Rank]
     ) -> None:
         p.step(holds=[hold()])
-        job = pull(p, 1)
+        job = pull(p.endpoint, 1)
         p.worker.shutdown()
         d.step(pulls=[job])
         run(d, "d1")
@@ -197,7 +98,7 @@ class TestPull:
         successor = make_rank("kv_producer", 200)
         assert successor.endpoint.cluster_id != job.workers[0].cluster_id
         successor.step(holds=[hold()])
-        d.step(pulls=[pull(successor, 2)])
+        d.step(pulls=[pull(successor.endpoint, 2)])
         run(d, "d2")
         assert d.blocks()[0][4:6] == [202, 201]
 
@@ -208,7 +109,7 @@ class TestPull:
         gate = datadist.faults(p.endpoint.cluster_id).pull_gate = threading.Event()
         for producer in (p, other):
             producer.step(holds=[hold()])
-        d.step(pulls=[pull(p, 1), pull(other, 2)])
+        d.step(pulls=[pull(p.endpoint, 1), pull(other.endpoint, 2)])
         run(d, "d2")
         assert d.reported == {"d2"}
         gate.set()
@@ -220,7 +121,7 @@ class TestPull:
         faults = datadist.faults(p.endpoint.cluster_id)
         faults.pull_gate = threading.Event()
         p.step(holds=[hold()])
-        d.step(pulls=[pull(p)])
+        d.step(pulls=[pull(p.endpoint)])
         assert faults.pull_started.wait(PATIENCE_S)
         d.step(cancels=["d1"])
         for _ in range(5):

@@ -112,10 +112,12 @@ class AscendBackend:
         self.listen_port = 0
         self._config = config
         self._on_npu = device.type == "npu"
-        self._npu: Any = _load_npu() if self._on_npu else None
+        self._npu: Any = None
         self._device_index = device.index
-        if self._on_npu and self._device_index is None:
-            self._device_index = self._npu.current_device()
+        if self._on_npu:
+            self._npu = _load_npu()
+            if self._device_index is None:
+                self._device_index = self._npu.current_device()
         self._datadist: Any = None
         self._link_calls: dict[int, _Call] = {}
 
@@ -177,9 +179,9 @@ class AscendBackend:
         cluster_id, timeout_ms = cluster.remote_cluster_id, self._config.link_timeout_ms
         if self._is_linking(cluster_id):
             raise LinkError(
-                f"an earlier attempt to link cluster {cluster_id:x} still waits inside "
-                "llm_datadist for an answer; restart the peer, and this server if that does not "
-                "help"
+                f"cluster {cluster_id:x} does not answer: an earlier attempt to link it still "
+                "waits inside llm_datadist; see whether its process is stopped or another program "
+                "listens at its address"
             )
         call = _Call(lambda: self._datadist.link_clusters([cluster], timeout_ms))
         self._link_calls[cluster_id] = call
