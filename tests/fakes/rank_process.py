@@ -42,6 +42,9 @@ class RankProcess:
         assert succeeded, value
         return value
 
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
+
     def stop(self) -> None:
         """Returns when the process has stopped."""
         os.kill(self._process.pid, signal.SIGSTOP)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 
 import pytest
-from fakes.clock import wait_for
+from fakes.clock import PATIENCE_S, wait_for
 from fakes.pull_peer import ReleasePeer
 from fakes.puller import Puller, make_job
 
@@ -110,6 +112,21 @@ class TestSuccess:
         counts, failures = puller.figures()
         assert counts["junk_messages"] == 1
         assert not failures
+
+    def test_copy_waits_for_the_device_s_earlier_work(
+        self, puller: Puller, peer: ReleasePeer
+    ) -> None:
+        """The job's blocks may still be read or written by kernels that were queued before it."""
+        done = threading.Event()
+        job = make_job(5)
+        puller.completions.expect(job.request_id, [])
+        assert puller.thread.submit(job, SimpleNamespace(wait=lambda: done.wait(PATIENCE_S)))
+        wait_for(lambda: puller.engine.calls == ["link"], "the link")
+        assert not puller.engine.pull_started.wait(0.05)
+        done.set()
+        peer.ack(peer.next_release())
+        puller.wait_reported(job.request_id)
+        assert puller.engine.names() == ["link", "pull"]
 
 
 class TestFailure:

@@ -131,6 +131,29 @@ class TestPull:
         run(d, "d1")
         assert d.received == {"d1"}
 
+    def test_one_fence_per_step_with_pulls_goes_to_every_job(
+        self, p: Rank, d: Rank, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        fences: list[threading.Event] = []
+
+        def record() -> threading.Event:
+            fences.append(threading.Event())
+            return fences[-1]
+
+        assert d.worker._engine is not None
+        monkeypatch.setattr(d.worker._engine, "record_fence", record)
+        p.step(holds=[hold(1), hold(2)])
+        d.step()
+        d.step(pulls=[pull(p.endpoint, 1, 1), pull(p.endpoint, 2, 2)])
+        assert len(fences) == 1
+        before = d.blocks()
+        for _ in range(5):
+            d.step()
+        assert d.blocks() == before
+        fences[0].set()
+        run(d, "d1", "d2")
+        assert d.received == {"d1", "d2"}
+
 
 class TestReleaseServer:
     @pytest.mark.parametrize(
