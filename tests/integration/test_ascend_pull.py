@@ -33,6 +33,7 @@ OPTIONS = {"engine": "ascend", "link_timeout_ms": 300, "sync_kv_timeout_ms": 700
 def _vendor(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """``llm_datadist`` can be imported here as in the other process."""
     monkeypatch.syspath_prepend(str(VENDOR))
+    monkeypatch.delitem(sys.modules, "fakes.strict_vendor", raising=False)
     monkeypatch.setattr(ascend, "LINK_MARGIN_MS", 100)
     yield
     sys.modules.pop("llm_datadist", None)
@@ -153,7 +154,11 @@ def test_silent_and_absent_listeners_end_in_sentences(
 
 
 class TestEngine:
-    """One pull after the other, against one P."""
+    """One pull after the other, against one P; status codes as before CANN 9.1."""
+
+    @pytest.fixture(autouse=True)
+    def _plain_enum(self, _vendor: None, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("STRICT_VENDOR_PLAIN_ENUM", "1")
 
     def test_stopped_then_killed_peer_map_to_timeout_and_failure(
         self, make_p: Callable[..., RankProcess], puller: Puller

@@ -103,6 +103,8 @@ class TestLikePython:
             "assert __main__.Thing is Thing\n"
             "assert type(pickle.loads(pickle.dumps(Thing()))) is Thing\n"
             "assert 'torch' not in sys.modules\n"
+            "def f(x: int): pass\n"
+            "assert f.__annotations__ == {'x': int}\n"
             "print(sys.argv[1:])\n"
             "sys.exit(beside.VALUE)\n"
         )

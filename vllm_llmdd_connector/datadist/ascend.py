@@ -219,7 +219,10 @@ class AscendBackend:
 
     def _is_linking(self, cluster_id: int) -> bool:
         call = self._link_calls.get(cluster_id)
-        return call is not None and not call.wait(0)
+        if call is not None and call.wait(0):
+            del self._link_calls[cluster_id]
+            return False
+        return call is not None
 
     def _init(self, cluster_id: int, port: int) -> Any:
         api = self.api

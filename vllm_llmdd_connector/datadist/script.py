@@ -33,9 +33,12 @@ def run_script(path: str, arguments: Sequence[str]) -> None:
     main.__file__ = path
     sys.modules["__main__"] = main
     sys.argv = [path, *arguments]
-    sys.path[0] = str(Path(path).resolve().parent)
+    if not (sys.flags.isolated or getattr(sys.flags, "safe_path", False)):
+        sys.path[0] = str(Path(path).resolve().parent)
     try:
-        _execute(compile(source, path, "exec"), main.__dict__)
+        # Without this file's own __future__ imports.
+        code = compile(source, path, "exec", dont_inherit=True)
+        _execute(code, main.__dict__)
     except SystemExit:
         raise
     except BaseException as error:
