@@ -253,6 +253,26 @@ class TestPeerLost:
         wait_for(lambda: puller.ended == [puller.thread], "the thread's end")
         assert puller.engine.names() == ["link", "pull", "unlink"]
 
+    def test_no_successor_links_while_the_lost_peer_is_unlinked(
+        self, puller: Puller, peer: ReleasePeer
+    ) -> None:
+        """The old thread's unlink dropped its successor's new link to the same peer."""
+        unlinking, go_on = threading.Event(), threading.Event()
+
+        def unlink() -> None:
+            unlinking.set()
+            go_on.wait(PATIENCE_S)
+
+        puller.engine.on_unlink = unlink
+        puller.submit(1)
+        peer.next_release()
+        peer.close()
+        assert unlinking.wait(PATIENCE_S)
+        late = puller.submit(2)  # taken, so that the caller starts no other thread
+        go_on.set()
+        puller.wait_reported(late)
+        assert puller.engine.names() == ["link", "pull", "unlink"]
+
     def test_job_for_a_peer_that_is_gone_is_failed_and_not_lost(
         self, puller: Puller, peer: ReleasePeer
     ) -> None:

@@ -327,9 +327,10 @@ class PeerThread:
 
     def _end(self, reason: str) -> None:
         """Nobody waits for ever: what is left is failed, the link dropped."""
+        # First: once this has ended, a successor may link the same peer.
+        self._unlink()
         with self._lock:
             self._ended = True
-        self._unlink()
         for pull in list(self._unreported.values()):
             stage = "release" if pull.released_s else "link"
             self._fail(pull, stage, reason)
