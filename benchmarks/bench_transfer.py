@@ -86,9 +86,7 @@ def block_lists(
         block_range = list(range(first, first + count))
         return block_range, block_range
     dice = random.Random(rounds)
-    src, dst = list(range(num_blocks)), list(range(num_blocks))
-    dice.shuffle(src)
-    dice.shuffle(dst)
+    src, dst = (dice.sample(range(num_blocks), num_blocks) for _ in range(2))
     return src[first : first + count], dst[first : first + count]
 
 
@@ -241,10 +239,8 @@ def serve(pipe: Connection) -> None:
             return
         try:
             if name == "start":
-                worker, answer = Worker(*arguments), None
-            else:
-                answer = getattr(worker, name)(*arguments)
-            pipe.send((True, answer))
+                worker = Worker(*arguments)
+            pipe.send((True, None if name == "start" else getattr(worker, name)(*arguments)))
         except Exception as error:
             pipe.send((False, f"{type(error).__name__}: {error}"))
 
@@ -283,7 +279,7 @@ class Process:
 
 
 class Arm:
-    """The processes of one arm for one operation; stopped except while it is measured."""
+    """The processes of one arm for one operation; stopped except while measured."""
 
     def __init__(self, name: str, op: str, settings: Settings) -> None:
         self.name = name
@@ -302,17 +298,17 @@ class Arm:
             process.signal(number)
 
     @contextmanager
-    def awake(self) -> Iterator[None]:
+    def _awake(self) -> Iterator[None]:
         self._signal(signal.SIGCONT)
         yield
         self._signal(signal.SIGSTOP)
 
     def run(self, block_bytes: int, pattern: str, batch: int) -> float:
-        with self.awake():
+        with self._awake():
             return float(self._initiator.call("run", block_bytes, pattern, batch))
 
     def check(self, block_bytes: int, pattern: str, batch: int) -> None:
-        with self.awake():
+        with self._awake():
             self._taker.call("check", block_bytes, pattern, batch)
 
     def close(self) -> None:
@@ -386,8 +382,8 @@ def main(arguments: list[str]) -> None:
                 stack.callback(arms[-1].close)
             for block_bytes in settings.block_bytes:
                 for pattern in PATTERNS:
-                    case = {**asdict(settings), "threads": 1, "op": op, "pattern": pattern}
-                    case["block_bytes"] = block_bytes
+                    own = {"op": op, "block_bytes": block_bytes, "pattern": pattern}
+                    case = {**asdict(settings), "threads": 1, **own}
                     rates = measure(arms, settings, block_bytes, pattern)
                     rows.append(report_case(report, rates, case))
                     report.progress(f"{rows[-1][0]}: done")

@@ -13,14 +13,14 @@ import msgspec
 
 from vllm_llmdd_connector.errors import ConfigError
 
-LOOPBACK = ("127.0.0.0/8", "::1/128", "localhost")
+LOOPBACK = ("127.0.0.0/8",)
 
 
 class ConnectorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """``kv_connector_extra_config`` of ``LLMDataDistConnector``."""
 
     host: str = "127.0.0.1"
-    """IP address on which this engine's control port and its workers listen, and which peers
+    """IPv4 address on which this engine's control port and its workers listen, and which peers
     dial."""
 
     control_port: int = 0
@@ -28,8 +28,7 @@ class ConnectorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     added."""
 
     allowed_peers: tuple[str, ...] = LOOPBACK
-    """Addresses, networks (CIDR) or names this engine may dial when a request's params name
-    them."""
+    """IPv4 addresses and networks (CIDR) that this engine may dial when a request names them."""
 
     engine: Literal["auto", "host", "ascend"] = "auto"
     """LLM-DataDist implementation: ours on host memory, or the vendor's ``llm_datadist``; ``auto``
@@ -39,7 +38,8 @@ class ConnectorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """D: how long a new request waits for P's first answer before it is prefilled locally."""
 
     request_timeout_s: float = 60.0
-    """D: from the allocation of a request's blocks to its report, whatever happens."""
+    """D: how long a request with blocks may wait behind other transfers; linking, copying and P's
+    confirmation have bounds of their own."""
 
     link_timeout_ms: int = 3000
     """D: bound on linking one worker to one peer worker."""
@@ -128,6 +128,17 @@ def _check_values(config: ConnectorConfig) -> None:
         if getattr(config, name) > 2**31 - 1:
             raise ConfigError(f"{name} is {getattr(config, name)}, it must be below 2**31")
     _check_host(config.host)
+    for entry in config.allowed_peers:
+        _check_allowed_peer(entry)
+
+
+def _check_allowed_peer(entry: str) -> None:
+    try:
+        ipaddress.IPv4Network(entry, strict=False)
+    except ValueError:
+        raise ConfigError(
+            f"allowed_peers has {entry!r}, expected an IPv4 address or a network like 10.0.0.0/8"
+        ) from None
 
 
 def _check_host(host: str) -> None:
@@ -137,6 +148,10 @@ def _check_host(host: str) -> None:
         raise ConfigError(
             f"host is {host!r}, it must be an IP address of this machine that peers can dial"
         ) from None
+    if address.version != 4:
+        raise ConfigError(
+            f"host is {host!r}, but the engine speaks IPv4 only; name an IPv4 address"
+        )
     if address.is_unspecified:
         raise ConfigError(
             f"host is {host!r}, which peers cannot dial; name one address of this machine"
@@ -144,19 +159,9 @@ def _check_host(host: str) -> None:
 
 
 def is_allowed_peer(host: str, allowed: tuple[str, ...]) -> bool:
-    """Whether this engine may contact ``host``, an IP literal or a name written in ``allowed``."""
+    """Whether this engine may contact ``host``: an IPv4 literal inside one of ``allowed``."""
     try:
-        address = ipaddress.ip_address(host)
+        address = ipaddress.IPv4Address(host)
     except ValueError:
-        address = None
-    for entry in allowed:
-        try:
-            network = ipaddress.ip_network(entry, strict=False)
-        except ValueError:
-            # A name. A network is never compared as text: "127.0.0.0/8" is no host to dial.
-            if host == entry:
-                return True
-            continue
-        if address is not None and address.version == network.version and address in network:
-            return True
-    return False
+        return False
+    return any(address in ipaddress.IPv4Network(entry, strict=False) for entry in allowed)

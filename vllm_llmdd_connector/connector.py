@@ -1,9 +1,8 @@
 """``LLMDataDistConnector``: what vLLM loads. A thin facade that forwards each hook by role.
 
 One source serves vLLM 0.23 to 0.33: hooks that a release does not know are simply never called
-there, and
-``get_transfer_results`` (0.30) and ``get_finished`` (before) drain the same results. vLLM's
-frontend imports this module, so it imports vLLM's base class and nothing heavy.
+there, and ``get_transfer_results`` (0.30) and ``get_finished`` (before) drain the same results.
+vLLM's frontend imports this module, so it imports vLLM's base class and nothing heavy.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -19,6 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from vllm_llmdd_connector.config import read_config
 from vllm_llmdd_connector.errors import ConfigError
+from vllm_llmdd_connector.layout.groups import transfer_groups
 from vllm_llmdd_connector.metadata import StepMessage, WorkerHandshake
 from vllm_llmdd_connector.metrics import LlmddPromMetrics, LlmddStats
 from vllm_llmdd_connector.scheduler.scheduler import SchedulerConnector
@@ -60,7 +60,8 @@ class LLMDataDistConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         config = read_config(vllm_config.kv_transfer_config.kv_connector_extra_config)
         _check_topology(vllm_config)
-        _check_failure_route(len(kv_cache_config.kv_cache_groups))
+        if vllm_config.kv_transfer_config.is_kv_consumer:
+            _check_failure_route(kv_cache_config)
         self._scheduler: SchedulerConnector | None = None
         self._worker: WorkerConnector | None = None
         if role is KVConnectorRole.SCHEDULER:
@@ -218,10 +219,20 @@ def _check_topology(vllm_config: "VllmConfig") -> None:
             raise ConfigError(f"{name} is {size}; LLMDataDistConnector supports 1, set it to 1")
 
 
-def _check_failure_route(num_groups: int) -> None:
-    """Before 0.30 vLLM maps failed block ids to requests, which it cannot with several groups."""
-    if num_groups > 1 and KVConnectorTransferResults is None:
-        raise ConfigError(
-            f"the model has {num_groups} KV cache groups, and this vLLM cannot be told that a load "
-            "into them failed; use vLLM 0.30 or newer, or --disable-hybrid-kv-cache-manager"
-        )
+def _check_failure_route(kv_cache_config: "KVCacheConfig") -> None:
+    """Before 0.30 vLLM is told of a failed load by block ids, which it looks up in block tables.
+
+    It cannot do so with several groups, and in a windowed group's table the null block, which every
+    request shares, stands for what has left the window.
+    """
+    if KVConnectorTransferResults is not None:
+        return
+    groups = transfer_groups(kv_cache_config)
+    if len(groups) == 1 and "Window" not in groups[0].kind and "Chunked" not in groups[0].kind:
+        return
+    kinds = ", ".join(group.kind for group in groups)
+    raise ConfigError(
+        f"the model's KV cache groups are {kinds}, and this vLLM cannot be told that a load into "
+        "them failed; use vLLM 0.30 or newer, or, for a model with full "
+        "attention too, --disable-hybrid-kv-cache-manager"
+    )

@@ -45,7 +45,7 @@ class PullJob:
     """With one KV cache group, D's blocks for the remote tokens: vLLM before 0.30 is told these on
     a failure. Empty with several groups."""
     timeout_s: float
-    """From the arrival of this message at the worker to the report."""
+    """From the arrival of this message at the worker: after it the job is no longer begun."""
 
 
 @dataclass(slots=True)

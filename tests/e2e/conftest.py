@@ -34,6 +34,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.timeout(START_TIMEOUT_S + 200))
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
+    """Show what the servers had to say when a test fails; their logs are gone afterwards."""
+    report = yield
+    servers = getattr(item, "funcargs", {}).get("servers")
+    pair = getattr(item, "funcargs", {}).get("pair")
+    if report.failed and (servers or pair):
+        folder = (servers.running[0] if servers else pair.prefill_server).log.parent
+        for log in sorted(folder.glob("*.log")):
+            lines = log.read_text(errors="replace").splitlines()
+            telling = [line for line in lines if "WARNING" in line or "ERROR" in line]
+            report.sections.append((f"{log.name}, end", "\n".join(telling[-15:])))
+    return report
+
+
 @pytest.fixture(scope="session")
 def model() -> Path:
     """SmolLM2-135M-Instruct, made by ``make test``'s set-up."""

@@ -74,7 +74,12 @@ def decode_params(ticket: Ticket | None = None, **changes: Any) -> dict[str, Any
 
 
 def make_welcome(session: int = 5, **changes: Any) -> Welcome:
-    fields = {"session": session, "instance": INSTANCE, "workers": (make_endpoint(),)}
+    fields = {
+        "session": session,
+        "instance": INSTANCE,
+        "workers": (make_endpoint(),),
+        "lease_s": 30.0,
+    }
     return Welcome(**{**fields, **changes})
 
 

@@ -21,6 +21,7 @@ class FakePScheduler:
     def __init__(self, port: int = 0, name: str = "p-scheduler") -> None:
         self.received: list[AnyMessage] = []
         self.answers: dict[type[Message], Message | None] = {}
+        self.lease_s = 30.0
         self._lock = threading.Lock()
         self._server = Server(name, HOST, port, lambda: None)
         self._server.start(self._handle)
@@ -40,7 +41,7 @@ class FakePScheduler:
         if type(message) in self.answers:
             answer = self.answers[type(message)]
         elif isinstance(message, Hello):
-            answer = make_welcome()
+            answer = make_welcome(lease_s=self.lease_s)
         elif isinstance(message, Claim):
             answer = make_grant(message.claim_id)
         if answer is not None:

@@ -24,10 +24,10 @@ RENEW_S = 0.02
 class Client:
     """A ``ControlClient`` with its outcomes by claim."""
 
-    def __init__(self, renew_s: float = RENEW_S) -> None:
+    def __init__(self) -> None:
         self.num_junk = 0
         self.outcomes: dict[int, list[Outcome]] = {}
-        self.control = ControlClient(make_fingerprint(), renew_s, time.monotonic, self._count)
+        self.control = ControlClient(make_fingerprint(), time.monotonic, self._count)
 
     def claim(self, port: int, claim_id: int = 1, within_s: float = LONG_S, **ticket: Any) -> None:
         made = make_ticket(**{"host": HOST, "port": port, **ticket})
@@ -101,6 +101,7 @@ class TestClaims:
     def test_granted_claim_is_renewed_until_finished(
         self, client: Client, p: FakePScheduler
     ) -> None:
+        p.lease_s = 3 * RENEW_S
         client.claim(p.port)
         client.outcome()
         wait_for(lambda: len(p.of_type(Renew)) >= 3, "renewals")

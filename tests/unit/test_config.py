@@ -52,7 +52,10 @@ def test_key_that_is_no_text_is_refused() -> None:
         ({"control_port": 65536}, r"65536, it must be in \[0, 65535\]"),
         ({"control_port": -1}, "control_port is -1"),
         ({"host": "0.0.0.0"}, "which peers cannot dial"),
-        ({"host": "::"}, "which peers cannot dial"),
+        ({"host": "::1"}, "the engine speaks IPv4 only"),
+        ({"allowed_peers": ["10.0.0.0/33"]}, "allowed_peers has '10.0.0.0/33'"),
+        ({"allowed_peers": ["10.0.0"]}, "allowed_peers has '10.0.0'"),
+        ({"allowed_peers": [""]}, "allowed_peers has ''"),
         ({"host": "prefill.example"}, "it must be an IP address"),
         ({"engine": "cuda"}, "Invalid enum value 'cuda'"),
     ],
@@ -63,7 +66,7 @@ def test_wrong_value_is_refused_with_name_and_value(options: dict[str, Any], sen
 
 
 class TestAllowedPeer:
-    @pytest.mark.parametrize("host", ["127.0.0.1", "127.8.9.10", "::1", "localhost"])
+    @pytest.mark.parametrize("host", ["127.0.0.1", "127.8.9.10"])
     def test_loopback_is_allowed_by_default(self, host: str) -> None:
         assert is_allowed_peer(host, LOOPBACK)
 
@@ -74,8 +77,8 @@ class TestAllowedPeer:
             "::ffff:127.0.0.1",
             "2130706433",
             "127.1",
-            "LOCALHOST",
-            "localhost.example",
+            "localhost",
+            "::1",
             "",
             "127.0.0.1 ",
         ],
@@ -83,14 +86,14 @@ class TestAllowedPeer:
     def test_anything_else_is_not(self, host: str) -> None:
         assert not is_allowed_peer(host, LOOPBACK)
 
-    @pytest.mark.parametrize("host", LOOPBACK[:2])
+    @pytest.mark.parametrize("host", LOOPBACK)
     def test_text_of_a_network_is_no_host(self, host: str) -> None:
         """It was allowed as a literal entry, and dialling it ended the control thread."""
         assert not is_allowed_peer(host, LOOPBACK)
 
-    def test_single_addresses_networks_and_names_can_be_listed(self) -> None:
-        allowed = ("10.1.2.3", "fd00::/8", "192.168.7.9/24", "prefill.example")
-        for host in ("10.1.2.3", "fd12::1", "192.168.7.1", "prefill.example"):
+    def test_single_addresses_and_networks_can_be_listed(self) -> None:
+        allowed = ("10.1.2.3", "192.168.7.9/24")
+        for host in ("10.1.2.3", "192.168.7.1"):
             assert is_allowed_peer(host, allowed)
-        for host in ("10.1.2.4", "fe80::1", "192.168.8.1", "decode.example"):
+        for host in ("10.1.2.4", "192.168.8.1", "127.0.0.1"):
             assert not is_allowed_peer(host, allowed)

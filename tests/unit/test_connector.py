@@ -32,13 +32,37 @@ def test_sizes_that_a_release_does_not_know_are_one() -> None:
     connector_module._check_topology(parallel(tensor_parallel_size=4))
 
 
-def test_several_groups_are_refused_where_vllm_cannot_be_told_of_failures(
-    monkeypatch: pytest.MonkeyPatch,
+def cache_of(*kinds: str) -> Any:
+    groups = [
+        SimpleNamespace(
+            kv_cache_spec=type(kind, (), {"block_size": 16})(), layer_names=[f"layer.{number}"]
+        )
+        for number, kind in enumerate(kinds)
+    ]
+    return SimpleNamespace(kv_cache_groups=groups)
+
+
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        ("FullAttentionSpec", "SlidingWindowSpec"),
+        ("FullAttentionSpec", "FullAttentionSpec"),
+        ("SlidingWindowSpec",),
+        ("SlidingWindowMLASpec",),
+        ("ChunkedLocalAttentionSpec",),
+    ],
+)
+def test_caches_are_refused_where_vllm_cannot_be_told_of_failures(
+    monkeypatch: pytest.MonkeyPatch, kinds: tuple[str, ...]
 ) -> None:
+    """A single windowed group too: its null block stands in the tables of all requests, and one
+    failed load would have made vLLM truncate them all."""
+    connector_module._check_failure_route(cache_of(*kinds))
     monkeypatch.setattr(connector_module, "KVConnectorTransferResults", None)
-    connector_module._check_failure_route(1)
-    with pytest.raises(ConfigError, match=r"2 KV cache groups.* use vLLM 0\.30 or newer"):
-        connector_module._check_failure_route(2)
+    connector_module._check_failure_route(cache_of("FullAttentionSpec"))
+    connector_module._check_failure_route(cache_of("MLAAttentionSpec"))
+    with pytest.raises(ConfigError, match=r"cannot be told.* use vLLM 0\.30 or newer"):
+        connector_module._check_failure_route(cache_of(*kinds))
 
 
 def test_hybrid_models_are_supported_and_no_abstract_hook_is_left() -> None:

@@ -25,7 +25,7 @@ def table() -> LeaseTable:
 
 
 def open_lease(table: LeaseTable, request_id: str = "p", now_s: float = 0.0) -> Lease:
-    return table.open(request_id, "secret", "hash", [[1, 2, 3]], 3, now_s)
+    return table.open(request_id, "secret", "hash", [[1, 2, 3]], frozenset({1, 2, 3}), now_s)
 
 
 def claim(table: LeaseTable, lease: Lease, claim_id: int, now_s: float = 0.0) -> Lease | str:
@@ -169,11 +169,10 @@ class Leases(RuleBasedStateMachine):
         self.ended: set[int] = set()
         self.last_sign_s: dict[int, float] = {}
 
-    @rule(target=open_leases, num_blocks=st.integers(1, 5))
-    def open(self, num_blocks: int) -> str:
+    @rule(target=open_leases, held=st.frozensets(st.integers(1, 9), min_size=1, max_size=5))
+    def open(self, held: frozenset[int]) -> str:
         request_id = f"request{self.table.last_production}"
-        blocks = [list(range(1, num_blocks + 1))]
-        lease = self.table.open(request_id, "secret", "hash", blocks, num_blocks, self.now_s)
+        lease = self.table.open(request_id, "secret", "hash", [sorted(held)], held, self.now_s)
         self.opened[request_id] = lease
         self.last_sign_s[lease.production] = self.now_s
         return request_id
@@ -221,8 +220,9 @@ class Leases(RuleBasedStateMachine):
 
     @invariant()
     def held_blocks_are_those_of_all_leases_vllm_has_not_freed(self) -> None:
-        held = sum(lease.num_held_blocks for lease in self.opened.values())
-        assert self.table.num_held_blocks == held
+        held = frozenset().union(*(lease.held_blocks for lease in self.opened.values()))
+        assert self.table.num_held_blocks == len(held)
+        assert self.table.num_not_held(held | {100}) == 1
         assert len(self.table) == len(self.opened)
 
     @invariant()

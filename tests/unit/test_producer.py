@@ -166,8 +166,15 @@ class TestHandOver:
     def test_leases_beyond_the_cap_are_not_opened_but_counted(self, clock: FakeClock) -> None:
         prefiller = Prefiller(clock, max_leased_fraction=0.05)
         prefiller.ticket("first")
-        assert prefiller.finish("second") == (False, None)
+        assert prefiller.finish("second", (7, 8, 9)) == (False, None)
         assert prefiller.counts() == {"leases_opened": 1, "leases_over_cap": 1}
+
+    def test_blocks_of_a_common_prefix_count_once_towards_the_cap(self, clock: FakeClock) -> None:
+        """Each lease used to count a shared system prompt's blocks as its own."""
+        prefiller = Prefiller(clock, max_leased_fraction=0.05)
+        for number, last_block in enumerate((7, 8, 9)):
+            assert prefiller.finish(f"p{number}", (4, 5, last_block))[0]
+        assert not prefiller.finish("p3", (4, 5, 10))[0]
 
     def test_only_lease_may_exceed_the_cap(self, clock: FakeClock) -> None:
         prefiller = Prefiller(clock, max_leased_fraction=0.01)
@@ -177,7 +184,7 @@ class TestHandOver:
         prefiller = Prefiller(clock, max_leased_fraction=0.05)
         prefiller.drop(prefiller.ticket("first"))
         assert prefiller.step().ended == [1]
-        assert not prefiller.finish("second")[0]
+        assert not prefiller.finish("second", (7, 8, 9))[0]
         prefiller.producer.on_sent({"first"})
         assert prefiller.finish("third")[0]
 

@@ -47,7 +47,7 @@ TICKET = make_ticket()
 
 
 def make_session() -> ClientSession:
-    return ClientSession(ADDRESS, make_fingerprint(), RENEW_S)
+    return ClientSession(ADDRESS, make_fingerprint())
 
 
 def ready_session() -> ClientSession:

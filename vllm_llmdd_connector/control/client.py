@@ -36,12 +36,10 @@ class ControlClient:
     def __init__(
         self,
         fingerprint: Fingerprint,
-        renew_s: float,
         clock: Callable[[], float],
         count_junk: Callable[[int], None],
     ) -> None:
         self._fingerprint = fingerprint
-        self._renew_s = renew_s
         self._clock = clock
         self._count_junk = count_junk
         self._sessions: dict[tuple[str, int], tuple[ClientSession, Dialer]] = {}
@@ -158,7 +156,7 @@ class ControlClient:
     def _open(self, address: tuple[str, int]) -> tuple[ClientSession, Dialer]:
         known = self._sessions.get(address)
         if known is None:
-            session = ClientSession(address, self._fingerprint, self._renew_s)
+            session = ClientSession(address, self._fingerprint)
             known = (session, Dialer(self._context, *address))
             self._sessions[address] = known
             logger.debug("session %s:%d: opening", *address)

@@ -52,7 +52,7 @@ def first_difference(local: Fingerprint, peer: Fingerprint) -> str | None:
         if ours != theirs:
             if name == "groups":
                 return _group_difference(local.groups, peer.groups)
-            return f"{name} differs: local {ours!r}, peer {theirs!r}"
+            return f"{name} differs: local {_short(ours)}, peer {_short(theirs)}"
     return None
 
 
@@ -79,11 +79,13 @@ def model_facts(vllm_config: "VllmConfig") -> dict[str, Any]:
     """The fields of ``Fingerprint`` that come from vLLM's configuration."""
     model = vllm_config.model_config
     spec = vllm_config.speculative_config
+    dtype = str(model.dtype).removeprefix("torch.")
+    cache_dtype = str(vllm_config.cache_config.cache_dtype)
     return {
         "model": os.path.basename(str(model.model).rstrip("/")),
         "model_config": _config_hash(model.hf_config.to_dict()),
-        "dtype": str(model.dtype).removeprefix("torch."),
-        "cache_dtype": str(vllm_config.cache_config.cache_dtype),
+        "dtype": dtype,
+        "cache_dtype": dtype if cache_dtype == "auto" else cache_dtype,
         "tensor_parallel_size": vllm_config.parallel_config.tensor_parallel_size,
         "speculative": f"{spec.method}:{spec.num_speculative_tokens}" if spec else "none",
     }

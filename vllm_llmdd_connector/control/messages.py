@@ -34,7 +34,7 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 class WorkerEndpoint(msgspec.Struct, frozen=True, kw_only=True):
     """Where one worker rank of P can be reached."""
 
-    cluster_id: int
+    cluster_id: Annotated[int, msgspec.Meta(gt=0, lt=1 << 48)]
     """LLM-DataDist cluster of the rank."""
     host: str
     """Of both ports."""
@@ -57,6 +57,8 @@ class Welcome(Message, frozen=True, kw_only=True):
     """P's process start; a ticket of another instance is void."""
     workers: tuple[WorkerEndpoint, ...]
     """By tensor parallel rank."""
+    lease_s: Annotated[float, msgspec.Meta(gt=0, le=1e9)]
+    """How long P holds blocks without a sign of life; D renews several times in this span."""
 
 
 class Reject(Message, frozen=True, kw_only=True):

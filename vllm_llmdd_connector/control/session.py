@@ -18,6 +18,7 @@ state        event               next
 ``REJECTED`` and ``CLOSED`` are final: the owner discards the session and may open a new one.
 """
 
+import math
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -40,6 +41,9 @@ from vllm_llmdd_connector.control.messages import (
 )
 from vllm_llmdd_connector.errors import LocalProtocolError
 from vllm_llmdd_connector.params import Ticket
+
+RENEWALS_PER_LEASE = 3
+"""A claim survives two lost renewals."""
 
 RESEND_S = 1.0
 """A claim without an answer is sent again after this long; answers are idempotent."""
@@ -92,14 +96,14 @@ class Reaction:
 class ClientSession:
     """One D engine's session with the P engine at one address."""
 
-    def __init__(self, address: tuple[str, int], fingerprint: Fingerprint, renew_s: float) -> None:
+    def __init__(self, address: tuple[str, int], fingerprint: Fingerprint) -> None:
         self.address = address
         self.state = SessionState.OPENING
         self.end_reason = ""
         self._num_workers = fingerprint.tensor_parallel_size
         self._hello = Hello(version=PROTOCOL_VERSION, fingerprint=raw_fingerprint(fingerprint))
         self._hello_sent_s: float | None = None
-        self._renew_s = renew_s
+        self._renew_s = math.inf
         self._renewed_s = 0.0
         self._session = 0
         self._instance = ""
@@ -212,6 +216,7 @@ class ClientSession:
         self._session = message.session
         self._instance = message.instance
         self._workers = message.workers
+        self._renew_s = message.lease_s / RENEWALS_PER_LEASE
         self._renewed_s = now_s
         return self._advance(now_s)
 

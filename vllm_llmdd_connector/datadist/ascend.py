@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import ipaddress
 import socket
 import threading
 from collections.abc import Callable, Sequence
@@ -149,10 +148,6 @@ class AscendBackend:
         """The package cannot pick a port and tell it, so a free one is chosen here; if somebody
         takes it in between, another one is."""
         host = self._config.host
-        if ipaddress.ip_address(host).version != 4:
-            raise ConfigError(
-                f"host is {host!r}, but llm_datadist takes IPv4 addresses only; set host to one"
-            )
         for _ in range(LISTEN_ATTEMPTS if is_producer else 1):
             port = _free_port(host) if is_producer else 0
             try:

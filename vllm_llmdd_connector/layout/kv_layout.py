@@ -3,10 +3,9 @@
 A *region* is one array of equally long blocks, ``block_len`` bytes each, without gaps: what
 LLM-DataDist calls a tensor of a blocks cache. vLLM hands over a tensor, a tuple or a list per
 layer; on its CPU build one tensor ``[num_blocks, kv_heads, block_size, 2 * head_size]``, on Ascend
-a K and a V tensor
-``[num_blocks, block_size, kv_heads, head_size]``, elsewhere ``[2, num_blocks, ...]``. The inner
-order of a block does not matter as long as both sides have the same, which the fingerprint
-compares.
+a K and a V tensor ``[num_blocks, block_size, kv_heads, head_size]``, elsewhere ``[2, num_blocks,
+...]``. The inner order of a block does not matter as long as both sides have the same, which the
+fingerprint compares.
 """
 
 from collections import defaultdict

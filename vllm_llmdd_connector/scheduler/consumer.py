@@ -78,6 +78,8 @@ class ConsumerRequest:
     deadline_s: float
     """Of the claim's answer."""
     granted: Granted | None = None
+    num_local_tokens: int = 0
+    """D's local prefix hit when vLLM last asked."""
 
 
 class Consumer:
@@ -121,6 +123,7 @@ class Consumer:
             self._fall_back(entry, "claim", "P did not answer in time")
         if entry.state is not RequestState.MATCHED:
             return 0, False
+        entry.num_local_tokens = num_computed_tokens
         num_tokens = entry.ticket.num_tokens - num_computed_tokens
         # vLLM computes the last token itself in any case, to sample from it.
         return (num_tokens, True) if num_tokens > 1 else (0, False)
@@ -141,8 +144,8 @@ class Consumer:
             self._give_up_claim(entry)
             self._stats.count("recv_not_needed")
             return
-        num_local_tokens = entry.ticket.num_tokens - num_external_tokens
-        self._pulls.append(self._pull_job(entry, entry.granted, block_ids, num_local_tokens))
+        end = entry.num_local_tokens + num_external_tokens
+        self._pulls.append(self._pull_job(entry, entry.granted, block_ids, end))
         entry.state = RequestState.RECEIVING
 
     def fill(self, step: StepMessage) -> None:
@@ -297,25 +300,28 @@ class Consumer:
         entry: ConsumerRequest,
         granted: Granted,
         block_ids: Sequence[Sequence[int]],
-        num_local_tokens: int,
+        end: int,
     ) -> PullJob:
-        """The workers' order; without groups when the tables do not fit, which they report as
-        failed."""
-        ticket = entry.ticket
+        """The workers' order for the tokens from D's local hit to ``end``.
+
+        Without groups when the tables do not fit, which the workers report as failed.
+        """
+        ticket, start = entry.ticket, entry.num_local_tokens
         groups: list[GroupBlocks] = []
         try:
             groups = map_blocks(
                 granted.block_ids,
                 block_ids,
                 self._block_sizes,
-                num_local_tokens,
-                ticket.num_tokens,
+                start,
+                end,
             )
         except TransferError as error:
             logger.error("request %s: %s", entry.request_id, error)
         loaded_blocks: list[int] = []
         if len(block_ids) == 1:
-            loaded_blocks = list(block_ids[0][num_local_tokens // self._block_sizes[0] :])
+            size = self._block_sizes[0]
+            loaded_blocks = list(block_ids[0][start // size : -(-end // size)])
         return PullJob(
             request_id=entry.request_id,
             transfer_id=ticket.transfer_id,

@@ -15,6 +15,7 @@ truth.
 """
 
 import heapq
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -45,7 +46,8 @@ class Lease:
     prompt_hash: str
     block_ids: tuple[tuple[int, ...], ...]
     """Blocks of the prompt per KV cache group, from position 0."""
-    num_held_blocks: int
+    held_blocks: frozenset[int]
+    """All blocks that stay allocated for it, those of generated tokens too."""
     opened_s: float
     deadline_s: float
     claims: dict[int, ClaimState] = field(default_factory=dict)
@@ -65,10 +67,19 @@ class LeaseTable:
         self._by_request: dict[str, int] = {}
         self._expiry: list[tuple[float, int]] = []
         self._ended: list[Lease] = []
-        self.num_held_blocks = 0
+        self._holders: Counter[int] = Counter()
 
     def __len__(self) -> int:
         return len(self._leases)
+
+    @property
+    def num_held_blocks(self) -> int:
+        """Blocks of the cache that some lease holds; a block of several leases counts once."""
+        return len(self._holders)
+
+    def num_not_held(self, blocks: frozenset[int]) -> int:
+        """How many of ``blocks`` no lease holds yet."""
+        return sum(1 for block in blocks if block not in self._holders)
 
     @property
     def last_production(self) -> int:
@@ -81,7 +92,7 @@ class LeaseTable:
         secret: str,
         prompt_hash: str,
         block_ids: Sequence[Sequence[int]],
-        num_held_blocks: int,
+        held_blocks: frozenset[int],
         now_s: float,
     ) -> Lease:
         """Hold a finished prompt's blocks from now on."""
@@ -92,13 +103,13 @@ class LeaseTable:
             secret=secret,
             prompt_hash=prompt_hash,
             block_ids=tuple(tuple(ids) for ids in block_ids),
-            num_held_blocks=num_held_blocks,
+            held_blocks=held_blocks,
             opened_s=now_s,
             deadline_s=now_s + min(self._lease_s, self._max_lease_s),
         )
         self._leases[lease.production] = lease
         self._by_request[request_id] = lease.production
-        self.num_held_blocks += num_held_blocks
+        self._holders.update(held_blocks)
         heapq.heappush(self._expiry, (lease.deadline_s, lease.production))
         return lease
 
@@ -165,7 +176,10 @@ class LeaseTable:
         lease = self._leases.pop(production)
         for claim_id in lease.claims:
             self._claims.pop(claim_id, None)
-        self.num_held_blocks -= lease.num_held_blocks
+        for block in lease.held_blocks:
+            self._holders[block] -= 1
+            if not self._holders[block]:
+                del self._holders[block]
         return lease
 
     def _live(self, production: int, secret: str) -> Lease | None:

@@ -6,6 +6,7 @@ lease table. Neither side waits for anything while holding it.
 
 import threading
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from vllm_llmdd_connector.config import ConnectorConfig
@@ -45,6 +46,9 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
+MAX_LOGGED = 1024
+"""Kinds of refusals that are logged, each once; all are counted."""
+
 _HANDED_OVER = frozenset({"FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED"})
 
 
@@ -76,6 +80,7 @@ class Producer:
         self._leases = LeaseTable(config.lease_s, config.max_lease_s, num_ranks)
         self._new_holds: list[Hold] = []
         self._fingerprint: Fingerprint | None = None
+        self._logged_refusals: set[str] = set()
         self._workers: tuple[WorkerEndpoint, ...] = ()
 
     def set_identity(self, fingerprint: Fingerprint, workers: tuple[WorkerEndpoint, ...]) -> None:
@@ -104,11 +109,11 @@ class Producer:
             )
             return False, None
         blocks = prompt_blocks(block_ids, self._block_sizes, request.num_prompt_tokens)
-        num_held = sum(1 for ids in block_ids for block in ids if block != NULL_BLOCK)
-        if not num_held:
+        held_blocks = frozenset(chain.from_iterable(block_ids)) - {NULL_BLOCK}
+        if not held_blocks:
             return False, None
         with self._lock:
-            lease = self._open_lease(request.request_id, prompt_id, blocks, num_held)
+            lease = self._open_lease(request.request_id, prompt_id, blocks, held_blocks)
         if lease is None:
             return False, None
         return True, self._params(lease, request.num_prompt_tokens)
@@ -118,10 +123,11 @@ class Producer:
         request_id: str,
         prompt_id: str,
         blocks: tuple[tuple[int, ...], ...],
-        num_held: int,
+        held_blocks: frozenset[int],
     ) -> Lease | None:
         held = self._leases.num_held_blocks
-        if len(self._leases) and held + num_held > self._max_held_blocks:
+        needed = held + self._leases.num_not_held(held_blocks)
+        if len(self._leases) and needed > self._max_held_blocks:
             self._stats.count("leases_over_cap")
             logger.warning(
                 "request %s: not handed over, leases hold %d blocks and may hold %d; D prefills it "
@@ -132,7 +138,7 @@ class Producer:
             )
             return None
         lease = self._leases.open(
-            request_id, new_secret(), prompt_id, blocks, num_held, self._clock()
+            request_id, new_secret(), prompt_id, blocks, held_blocks, self._clock()
         )
         digest_blocks = blocks if self._config.kv_digest else ()
         self._new_holds.append(Hold(lease.production, request_id, lease.secret, digest_blocks))
@@ -172,7 +178,7 @@ class Producer:
                 "check that D is alive and can reach %s:%d",
                 lease.request_id,
                 lease.production,
-                lease.num_held_blocks,
+                len(lease.held_blocks),
                 self._config.host,
                 self._control_port,
             )
@@ -220,9 +226,16 @@ class Producer:
                     "with the same model and KV cache options"
                 )
         if problem is None:
-            return Welcome(session=self._session, instance=self._instance, workers=self._workers)
+            return Welcome(
+                session=self._session,
+                instance=self._instance,
+                workers=self._workers,
+                lease_s=self._config.lease_s,
+            )
         self._stats.count_failure("handshake")
-        logger.error("a decode server was refused: %s", problem)
+        if problem not in self._logged_refusals and len(self._logged_refusals) < MAX_LOGGED:
+            self._logged_refusals.add(problem)
+            logger.error("a decode server was refused: %s", problem)
         return Reject(reason=problem)
 
     def _on_session_message(

@@ -28,9 +28,6 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
-RENEWALS_PER_LEASE = 3
-"""A lease survives two lost renewals."""
-
 
 class SchedulerConnector:
     """One engine's scheduler side. Hooks run on vLLM's scheduling thread."""
@@ -79,7 +76,10 @@ class SchedulerConnector:
         ranks = [by_rank[rank] for rank in sorted(by_rank)]
         size = self._vllm_config.parallel_config.tensor_parallel_size
         if len(ranks) != size:
-            raise ConfigError(f"{len(ranks)} of {size} workers have registered their KV cache")
+            raise ConfigError(
+                f"{len(ranks)} of {size} workers sent a handshake to LLMDataDistConnector; in a "
+                "MultiConnector list it as the first connector, whose handshake alone vLLM hands on"
+            )
         fingerprint = Fingerprint(
             protocol_version=PROTOCOL_VERSION,
             groups=ranks[0].groups,
@@ -93,7 +93,6 @@ class SchedulerConnector:
         if self._is_consumer:
             self._client = ControlClient(
                 fingerprint,
-                self._config.lease_s / RENEWALS_PER_LEASE,
                 time.monotonic,
                 lambda number: self._stats.count("junk_messages", number),
             )

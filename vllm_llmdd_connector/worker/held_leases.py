@@ -1,9 +1,8 @@
 """P's worker: is a block that a D rank has read still held? Pure state behind one lock.
 
 The main thread learns of new and ended leases from the step message; the release server asks for
-every
-``Release``. A rank confirms until the moment it reports the blocks as sent, never afterwards: both
-happen under the lock. Production numbers rise, so an unknown one is either forgotten (confirm
+every ``Release``. A rank confirms until the moment it reports the blocks as sent, never afterwards:
+both happen under the lock. Production numbers rise, so an unknown one is either forgotten (confirm
 never) or so new that the step message is still on its way (the answer waits for it).
 """
 
@@ -15,7 +14,7 @@ from vllm_llmdd_connector.control.messages import Release, ReleaseAck
 from vllm_llmdd_connector.metadata import Hold
 
 MAX_PARKED = 4096
-"""Releases that wait for their lease to be announced; more are refused."""
+"""Releases that wait for their lease to be announced; beyond it the oldest is refused."""
 
 Reply = Callable[[ReleaseAck], None]
 
@@ -64,10 +63,11 @@ class HeldLeases:
                 reply(self._answer(release))
                 return
             key = (release.production, release.claim_id)
-            if key in self._parked or len(self._parked) < MAX_PARKED:
-                self._parked[key] = (release, reply)
-            else:
-                reply(self._refusal(release))
+            if key not in self._parked and len(self._parked) >= MAX_PARKED:
+                # The oldest goes: invented numbers must not keep the place of honest ones for ever.
+                oldest, reply_to_oldest = self._parked.pop(next(iter(self._parked)))
+                reply_to_oldest(self._refusal(oldest))
+            self._parked[key] = (release, reply)
 
     def take_released(self) -> dict[int, int]:
         """Claims confirmed since the last call, each with this rank's count of 1."""
