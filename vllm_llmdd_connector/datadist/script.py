@@ -69,7 +69,6 @@ def _of_script(traceback: TracebackType | None) -> TracebackType | None:
 def _hint(error: BaseException) -> None:
     if isinstance(error, ModuleNotFoundError) and error.name == "torch":
         print(
-            "The script needs torch, which is not installed here; the CPU build will do: "
-            "pip install torch --index-url https://download.pytorch.org/whl/cpu",
+            "The script needs torch, which is not installed here; its CPU build will do.",
             file=sys.stderr,
         )
