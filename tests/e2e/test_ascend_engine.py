@@ -30,7 +30,5 @@ def test_pull_flow_runs_over_the_vendor_s_names(
         got = pair.decode(params, **body)
         assert_equal_digests(pair.digest_dir, params["llmdd"]["transfer_id"], 3)
         assert_same_generation(pair.reference(**body), got)
-    seen = metrics(pair.decode_server)
-    assert seen["recv_requests"] == 2
-    for server in (pair.prefill_server, pair.decode_server):
-        assert "llm_datadist wants page-locked memory" in server.log.read_text()
+    # No server starts with this option unless ``llm_datadist`` can be imported.
+    assert metrics(pair.decode_server)["recv_requests"] == 2
