@@ -21,6 +21,7 @@ from unittest import mock
 import torch
 from report import Report, quantiles
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.outputs import KVConnectorOutput
 
 from vllm_llmdd_connector.connector import LLMDataDistConnector
@@ -43,8 +44,8 @@ class InstantControl:
         self._outcomes: list[Granted] = []
 
     def claim(self, claim_id: int, ticket: Ticket, deadline_s: float) -> None:
-        endpoint = WorkerEndpoint(cluster_id=1, host="127.0.0.1", engine_port=1, control_port=1)
-        self._outcomes.append(Granted(claim_id, (self._block_ids,), (endpoint,)))
+        endpoint = WorkerEndpoint(cluster_id=1, host="127.0.0.1", engine_port=1)
+        self._outcomes.append(Granted(claim_id, 1, (self._block_ids,), (endpoint,)))
 
     def drop(self, claim_id: int, ticket: Ticket, deadline_s: float) -> None:
         pass
@@ -64,6 +65,7 @@ class Pair:
         config = _vllm_config(role)
         cache = _kv_cache_config()
         self.scheduler = LLMDataDistConnector(config, KVConnectorRole.SCHEDULER, cache)
+        self.scheduler.bind_gpu_block_pool(BlockPool(NUM_BLOCKS, False, BLOCK_SIZE))
         with mock.patch("vllm.distributed.parallel_state.get_tensor_model_parallel_rank", int):
             self.worker = LLMDataDistConnector(config, KVConnectorRole.WORKER, cache)
         tensors = torch.zeros((NUM_LAYERS, NUM_BLOCKS, 1, BLOCK_SIZE, 2), dtype=torch.bfloat16)
@@ -231,8 +233,6 @@ def bench_hand_over(report: Report, num_rounds: int) -> None:
                 pair.step()
 
             samples.append(_timed_us(finish_step))
-            output = KVConnectorOutput(finished_sending={request.request_id})
-            pair.scheduler.update_connector_output(output)
     finally:
         pair.close()
     report.line(

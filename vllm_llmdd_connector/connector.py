@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from vllm.config import KVTransferConfig, VllmConfig
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -83,6 +84,10 @@ class LLMDataDistConnector(KVConnectorBase_V1, SupportsHMA):
         return self._worker
 
     # Scheduler side
+
+    def bind_gpu_block_pool(self, gpu_block_pool: "BlockPool") -> None:
+        """Called directly before vLLM 0.30, and by the base's ``bind_kv_cache_manager`` since."""
+        self._scheduler_side.bind_block_pool(gpu_block_pool)
 
     def on_new_request(self, request: "Request") -> None:
         self._scheduler_side.on_new_request(request)
@@ -157,14 +162,13 @@ class LLMDataDistConnector(KVConnectorBase_V1, SupportsHMA):
         """As ``save_kv_layer``."""
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        sent, drained = self._worker_side.poll()
-        return sent or None, (drained.received | drained.failed.keys()) or None
+        drained = self._worker_side.poll()
+        return None, (drained.received | drained.failed.keys()) or None
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
-        sent, drained = self._worker_side.poll()
+        drained = self._worker_side.poll()
         self._worker_side.take_failed_blocks()
         return KVConnectorTransferResults(
-            finished_sending=sent,
             finished_recving=drained.received | drained.failed.keys(),
             failed_recving=set(drained.failed),
         )

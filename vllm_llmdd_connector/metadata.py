@@ -18,14 +18,11 @@ from vllm_llmdd_connector.scheduler.block_map import GroupBlocks
 
 
 @dataclass(slots=True)
-class Hold:
-    """P: a finished prompt's blocks stay allocated until the workers report them as sent."""
+class SentPrompt:
+    """P, with ``kv_digest`` only: digest a finished prompt's blocks while they are held."""
 
-    production: int
     request_id: str
-    secret: str
-    block_ids: tuple[tuple[int, ...], ...] = ()
-    """Only filled for ``kv_digest``."""
+    block_ids: tuple[tuple[int, ...], ...]
 
 
 @dataclass(slots=True)
@@ -37,6 +34,9 @@ class PullJob:
     claim_id: int
     production: int
     secret: str
+    control_address: tuple[str, int]
+    """P's control channel, which confirms releases."""
+    session: int
     workers: tuple[WorkerEndpoint, ...]
     """P's ranks; each rank of D pulls from the one of its own number."""
     groups: list[GroupBlocks]
@@ -52,31 +52,25 @@ class PullJob:
 class StepMessage(KVConnectorMetadata):
     """Scheduler to workers. Empty in a step without transfer work."""
 
-    holds: list[Hold] = field(default_factory=list)
-    ended: list[int] = field(default_factory=list)
-    """Productions whose lease is over: report the blocks as sent, confirm no release after that."""
+    sent_prompts: list[SentPrompt] = field(default_factory=list)
     pulls: list[PullJob] = field(default_factory=list)
     cancels: list[str] = field(default_factory=list)
     """D requests that were aborted while their blocks were being fetched."""
 
     @property
     def is_empty(self) -> bool:
-        return not (self.holds or self.ended or self.pulls or self.cancels)
+        return not (self.sent_prompts or self.pulls or self.cancels)
 
 
 @dataclass(slots=True)
 class WorkerReport(KVConnectorWorkerMetadata):
     """Workers to scheduler; merged over the ranks."""
 
-    released: dict[int, int] = field(default_factory=dict)
-    """P: claim id to the number of ranks that confirmed its release in this step."""
     failed: dict[str, str] = field(default_factory=dict)
     """D: request id to the first rank's reason."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         assert isinstance(other, WorkerReport)
-        for claim_id, num_ranks in other.released.items():
-            self.released[claim_id] = self.released.get(claim_id, 0) + num_ranks
         for request_id, reason in other.failed.items():
             self.failed.setdefault(request_id, reason)
         return self

@@ -25,7 +25,7 @@ COUNTERS = {
     "leases_released": "Leases that ended because everything was fetched or nothing is needed",
     "leases_expired": "Leases that ended by their deadline",
     "leases_over_cap": "Finished prompts not handed over because leases hold too many blocks",
-    "not_handed_over": "Finished prompts that cannot be handed over (embeddings)",
+    "not_handed_over": "Finished prompts that cannot be handed over, as those of embeddings",
     "local_prefills": "Requests without remote KV on an engine that is only a consumer",
     "junk_messages": "Control messages dropped because they were malformed",
 }

@@ -65,10 +65,10 @@ class Pair:
         assert params is not None, "the prefill server returned no kv_transfer_params"
         return self.decode(params, **body)
 
-    def run_many(self, bodies: list[Answer]) -> list[Answer]:
-        """All bodies at once."""
-        with ThreadPoolExecutor(len(bodies)) as pool:
-            return list(pool.map(lambda body: self.run(**body), bodies))
+    def prefill_metrics(self) -> dict[str, float]:
+        """P's metrics, up to date: an idle vLLM publishes nothing, so ask it for a token."""
+        post(self.prefill_server, {"prompt": [1], "max_tokens": 1})
+        return metrics(self.prefill_server)
 
     def reference(self, **body: Any) -> Answer:
         """What one server alone answers: P without params, apart from its prefix cache."""
@@ -79,11 +79,19 @@ class Pair:
 def post(server: Server, body: Answer, timeout_s: float = 120.0) -> Answer:
     """POST to completions, or to chat completions when the body has messages."""
     path = "chat/completions" if "messages" in body else "completions"
-    body = {"model": str(server.spec.model), "temperature": 0} | body
+    if "model" not in body:
+        body = body | {"model": str(server.spec.model)}
+    body = {"temperature": 0} | body
     response = httpx.post(f"{server.url}/v1/{path}", json=body, timeout=timeout_s)
     response.raise_for_status()
     answer: Answer = response.json()
     return answer
+
+
+def post_many(server: Server, bodies: list[Answer]) -> list[Answer]:
+    """All bodies at once."""
+    with ThreadPoolExecutor(len(bodies)) as pool:
+        return list(pool.map(lambda body: post(server, body), bodies))
 
 
 def metrics(server: Server) -> dict[str, float]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import signal
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -117,7 +118,7 @@ def test_lease_that_expired_before_d_comes_ends_in_a_local_prefill(pair: Pair) -
     body = body_of(2)
     params = pair.prefill(**body)["kv_transfer_params"]
     wait_until(
-        lambda: metrics(pair.prefill_server)["leases_expired"] == 1,
+        lambda: pair.prefill_metrics()["leases_expired"] == 1,
         "the lease expires",
         LEASE_S * 3,
     )
@@ -164,22 +165,34 @@ def test_stopped_p_worker_is_a_clean_error_under_policy_fail(
 def test_client_that_leaves_while_d_waits_releases_both_sides(pair: Pair) -> None:
     body = body_of(7)
     params = pair.prefill(**body)["kv_transfer_params"]
-    released = metrics(pair.prefill_server)["leases_released"]
+    released = pair.prefill_metrics()["leases_released"]
     with stopped(pair.prefill_server, "EngineCore"), pytest.raises(httpx.ReadTimeout):
         post(pair.decode_server, body | {"kv_transfer_params": params}, timeout_s=1)
     wait_until(
-        lambda: metrics(pair.prefill_server)["leases_released"] == released + 1,
+        lambda: pair.prefill_metrics()["leases_released"] == released + 1,
         "P is told to release, its lease does not expire",
         LEASE_S * 3,
     )
     wait_until(lambda: kv_cache_usage(pair.decode_server) == 0.0, "D holds nothing")
 
 
-def test_p_killed_before_d_comes_ends_in_a_local_prefill(pair: Pair, servers: Servers) -> None:
+def test_p_killed_ends_in_a_local_prefill_and_disturbs_no_decode(
+    pair: Pair, servers: Servers
+) -> None:
     body = body_of(8)
     reference = pair.reference(**body)
     params = pair.prefill(**body)["kv_transfer_params"]
-    pair.prefill_server.send(signal.SIGKILL)
+    long_body = body_of(80) | {"max_tokens": 150}
+    long_reference = pair.reference(**long_body)
+    long_params = pair.prefill(**long_body)["kv_transfer_params"]
+    received = metrics(pair.decode_server)["recv_requests"]
+    with ThreadPoolExecutor(1) as pool:
+        decoding = pool.submit(pair.decode, long_params, **long_body)
+        wait_until(
+            lambda: metrics(pair.decode_server)["recv_requests"] == received + 1, "D has the KV"
+        )
+        pair.prefill_server.send(signal.SIGKILL)
+        assert_same_generation(long_reference, decoding.result())
     pair.prefill_server.process.wait()
     assert_same_generation(reference, pair.decode(params, **body))
     pair.prefill_server = restart(servers, pair.prefill_server)
@@ -194,7 +207,10 @@ def test_d_killed_costs_p_one_lease_time_and_a_restarted_d_is_served(
     body = body_of(10)
     params = pair.prefill(**body)["kv_transfer_params"]
     pair.decode_server = restart(servers, pair.decode_server)
-    wait_until(lambda: kv_cache_usage(pair.prefill_server) == 0.0, "P frees the lease", LEASE_S * 4)
+    wait_until(
+        lambda: pair.prefill_metrics()["leases_expired"] == 1, "P ends the lease", LEASE_S * 4
+    )
+    assert kv_cache_usage(pair.prefill_server) == 0.0
     assert_same_generation(pair.reference(**body), pair.decode(params, **body))
     check_service(pair, 11)
 

@@ -19,8 +19,10 @@ from flow import (
     kv_cache_usage,
     metrics,
     post,
+    post_many,
 )
 from prompts import prompt_of
+from servers import ProxySpec, Servers
 
 BLOCK_SIZE = 128
 NUM_LAYERS = 30
@@ -73,13 +75,7 @@ def test_one_token_beyond_a_block_that_d_has_needs_no_transfer(pair: Pair) -> No
         lambda: metrics(pair.decode_server)["recv_not_needed"] == before["recv_not_needed"] + 1,
         "D counts the request as one that needed nothing",
     )
-    wait_until(
-        lambda: (
-            metrics(pair.prefill_server)["leases_opened"]
-            == metrics(pair.prefill_server)["leases_released"]
-        ),
-        "P is released although nothing was transferred",
-    )
+    wait_for_all_leases_to_end(pair)
 
 
 def test_prefix_cached_on_d_is_not_transferred_again(pair: Pair) -> None:
@@ -133,13 +129,16 @@ def test_chat_completion_arrives_whole(pair: Pair) -> None:
     assert "Paris" in text
 
 
-def test_64_requests_at_once_all_arrive(pair: Pair) -> None:
+def test_64_requests_at_once_through_the_proxy_all_arrive(pair: Pair, servers: Servers) -> None:
+    proxy = servers.start(ProxySpec("proxy", [pair.prefill_server.url], [pair.decode_server.url]))
+    servers.wait_ready()
     bodies = [
-        {"prompt": prompt_of(40 + 7 * i, 100 + i), "max_tokens": 4, "logprobs": 2}
+        {"prompt": prompt_of(20 + 4 * i, 100 + i), "max_tokens": 4, "logprobs": 2}
         for i in range(64)
     ]
     before = metrics(pair.decode_server)
-    answers = pair.run_many(bodies)
+    model = str(pair.decode_server.spec.model)
+    answers = post_many(proxy, [body | {"model": model} for body in bodies])
     after = metrics(pair.decode_server)
     assert after["recv_requests"] - before["recv_requests"] == 64
     for body, answer in zip(bodies[::16], answers[::16], strict=True):
@@ -193,12 +192,12 @@ def test_request_that_d_rejects_releases_p(pair: Pair) -> None:
 
     prompt = prompt_of(D_MAX_MODEL_LEN + 100, 90)
     params = pair.prefill(prompt=prompt)["kv_transfer_params"]
-    released = metrics(pair.prefill_server)["leases_released"]
+    released = pair.prefill_metrics()["leases_released"]
     with pytest.raises(httpx.HTTPStatusError) as error:
         pair.decode(params, prompt=prompt, max_tokens=4)
     assert error.value.response.status_code == 400
     wait_until(
-        lambda: metrics(pair.prefill_server)["leases_released"] == released + 1,
+        lambda: pair.prefill_metrics()["leases_released"] == released + 1,
         "the rejected request's lease is released, not expired",
         timeout_s=20,
     )
@@ -239,7 +238,7 @@ def test_params_that_name_a_foreign_host_are_not_followed(pair: Pair) -> None:
 
 def wait_for_all_leases_to_end(pair: Pair) -> None:
     def all_ended() -> bool:
-        seen = metrics(pair.prefill_server)
+        seen = pair.prefill_metrics()
         return seen["leases_opened"] == seen["leases_released"] + seen.get("leases_expired", 0)
 
     wait_until(all_ended, "every lease of P ends")
@@ -248,6 +247,7 @@ def wait_for_all_leases_to_end(pair: Pair) -> None:
 def test_nothing_is_held_at_the_end(pair: Pair) -> None:
     """Runs last in this file: all leases of the tests above are over and no block is in use."""
     wait_for_all_leases_to_end(pair)
+    pair.prefill_metrics()
     for server in (pair.prefill_server, pair.decode_server):
         wait_until(
             lambda server=server: kv_cache_usage(server) == 0.0, f"{server.spec.name} is free"

@@ -74,7 +74,7 @@ def test_one_rank_that_fails_costs_a_recompute_and_no_more(pair: Pair) -> None:
     check_service(pair, 3)
 
     def all_ended() -> bool:
-        seen = metrics(pair.prefill_server)
+        seen = pair.prefill_metrics()
         return seen["leases_opened"] == seen["leases_released"] + seen["leases_expired"]
 
     wait_until(all_ended, "every lease of P ends")

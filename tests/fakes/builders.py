@@ -20,7 +20,7 @@ INSTANCE = "feedfacefeedface"
 
 
 def make_endpoint(**changes: Any) -> WorkerEndpoint:
-    fields = {"cluster_id": 0xA, "host": "127.0.0.1", "engine_port": 4001, "control_port": 4002}
+    fields = {"cluster_id": 0xA, "host": "127.0.0.1", "engine_port": 4001}
     return WorkerEndpoint(**{**fields, **changes})
 
 

@@ -9,7 +9,7 @@ from vllm_llmdd_connector.params import Ticket
 
 
 class FakeControl:
-    """Stands for ``ControlClient``."""
+    """Stands for ``ControlClient``; all that is granted is of session 5."""
 
     def __init__(self) -> None:
         self.claims: dict[int, Ticket] = {}
@@ -30,7 +30,7 @@ class FakeControl:
         workers: tuple[WorkerEndpoint, ...] | None = None,
     ) -> None:
         workers = (make_endpoint(),) if workers is None else workers
-        self._outcomes.append(Granted(claim_id, block_ids, workers))
+        self._outcomes.append(Granted(claim_id, 5, block_ids, workers))
 
     def refuse(self, claim_id: int, stage: str = "claim", reason: str = "released") -> None:
         self._outcomes.append(Refused(claim_id, stage, reason))

@@ -1,4 +1,4 @@
-"""The two ends that a ``PeerThread`` talks to: its engine, and P's release channel."""
+"""The two ends that a ``PeerThread`` talks to: its engine, and P's control channel."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from fakes.clock import PATIENCE_S
 from vllm_llmdd_connector.control.messages import (
     Release,
     ReleaseAck,
+    Unknown,
     WorkerEndpoint,
     decode,
     encode,
@@ -56,7 +57,7 @@ class FakePullEngine:
 
 
 class ReleasePeer:
-    """P's release channel: a real ROUTER that answers only when the test tells it to."""
+    """P's scheduler: a real ROUTER that answers only when the test tells it to."""
 
     def __init__(self, cluster_id: int = 0xA) -> None:
         self.cluster_id = cluster_id
@@ -68,9 +69,11 @@ class ReleasePeer:
 
     @property
     def endpoint(self) -> WorkerEndpoint:
-        return WorkerEndpoint(
-            cluster_id=self.cluster_id, host="127.0.0.1", engine_port=1, control_port=self.port
-        )
+        return WorkerEndpoint(cluster_id=self.cluster_id, host="127.0.0.1", engine_port=1)
+
+    @property
+    def control_address(self) -> tuple[str, int]:
+        return "127.0.0.1", self.port
 
     def next_release(self) -> Release:
         """Wait for the next Release."""
@@ -92,6 +95,10 @@ class ReleasePeer:
     def ack(self, release: Release, valid: bool = True) -> None:
         answer = ReleaseAck(claim_id=release.claim_id, production=release.production, valid=valid)
         self.send(release.claim_id, encode(answer))
+
+    def disown(self, release: Release) -> None:
+        """Answer as a P that was restarted since it granted the claim."""
+        self.send(release.claim_id, encode(Unknown(session=release.session)))
 
     def send(self, claim_id: int, frame: bytes) -> None:
         """Any bytes to whoever released this claim."""

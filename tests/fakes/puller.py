@@ -7,7 +7,6 @@ import zmq
 from fakes.clock import wait_for
 from fakes.pull_peer import FakePullEngine, ReleasePeer
 from vllm_llmdd_connector.config import ConnectorConfig
-from vllm_llmdd_connector.control.messages import WorkerEndpoint
 from vllm_llmdd_connector.layout.kv_layout import CachePlan, Region
 from vllm_llmdd_connector.metadata import PullJob
 from vllm_llmdd_connector.metrics import TransferStats
@@ -15,6 +14,7 @@ from vllm_llmdd_connector.scheduler.block_map import GroupBlocks
 from vllm_llmdd_connector.worker.completion import Completions
 from vllm_llmdd_connector.worker.pull import PeerThread, PullContext
 
+TP_RANK = 3
 PLANS = [
     CachePlan(0, 0, 100, 1024, (Region("a", 0, 1024), Region("b", 0, 1024))),
     CachePlan(1, 1, 100, 256, (Region("c", 0, 256),)),
@@ -36,10 +36,10 @@ class Puller:
         self._options = options
         self._counts: dict[str, int] = {}
         self._failures: dict[str, int] = {}
-        self.thread = self.new_thread(peer.endpoint)
+        self.thread = self.new_thread(peer.control_address)
         self.thread.start()
 
-    def new_thread(self, endpoint: WorkerEndpoint) -> PeerThread:
+    def new_thread(self, control_address: tuple[str, int]) -> PeerThread:
         context = PullContext(
             config=ConnectorConfig(**self._options),  # type: ignore[arg-type]
             engine=self.engine,
@@ -48,8 +48,9 @@ class Puller:
             stats=self.stats,
             digests=None,
             zmq_context=self.zmq_context,
+            tp_rank=TP_RANK,
         )
-        return PeerThread(context, endpoint, self.ended.append)
+        return PeerThread(context, self.peer.endpoint, control_address, self.ended.append)
 
     def submit(self, claim_id: int, **changes: object) -> str:
         """Expect and queue one job; returns its request id."""
@@ -58,9 +59,9 @@ class Puller:
         assert self.thread.submit(job)
         return job.request_id
 
-    def run_first_job(self, endpoint: WorkerEndpoint) -> str:
-        """A thread for another endpoint, with one job queued before its start; wait for both."""
-        thread, job = self.new_thread(endpoint), make_job(99)
+    def run_first_job(self, control_address: tuple[str, int]) -> str:
+        """Another thread for this address, with one job queued before its start; wait for both."""
+        thread, job = self.new_thread(control_address), make_job(99)
         self.completions.expect(job.request_id, [])
         assert thread.submit(job)
         thread.start()
@@ -106,6 +107,8 @@ def make_job(claim_id: int, **changes: object) -> PullJob:
         "claim_id": claim_id,
         "production": claim_id + 1000,
         "secret": "s",
+        "control_address": ("127.0.0.1", 1),
+        "session": 5,
         "workers": (),
         "groups": [GroupBlocks([1, 2], [5, 6], 0), GroupBlocks([], [], 0)],
         "loaded_blocks": [5, 6],

@@ -1,4 +1,4 @@
-"""One worker rank of the connector with two layers, and orders for it."""
+"""Worker ranks of the connector with two layers, and a P around one that holds prompts."""
 
 from __future__ import annotations
 
@@ -7,15 +7,32 @@ from typing import Any
 
 import torch
 
-from fakes.clock import wait_for
+from fakes.block_pool import FakeBlockPool
+from fakes.builders import make_fingerprint
+from fakes.clock import FakeClock, wait_for
+from fakes.requests import make_request
 from vllm_llmdd_connector.config import ConnectorConfig
-from vllm_llmdd_connector.control.messages import WorkerEndpoint
-from vllm_llmdd_connector.metadata import Hold, PullJob, StepMessage, WorkerReport
+from vllm_llmdd_connector.control.channel import Server
+from vllm_llmdd_connector.control.messages import (
+    PROTOCOL_VERSION,
+    AnyMessage,
+    Claim,
+    Grant,
+    Hello,
+    Message,
+    Welcome,
+    WorkerEndpoint,
+    raw_fingerprint,
+)
+from vllm_llmdd_connector.metadata import PullJob, StepMessage, WorkerReport
+from vllm_llmdd_connector.metrics import TransferStats
+from vllm_llmdd_connector.params import read_ticket
 from vllm_llmdd_connector.scheduler.block_map import GroupBlocks
+from vllm_llmdd_connector.scheduler.producer import Producer
 from vllm_llmdd_connector.worker.worker import WorkerConnector
 
 NUM_BLOCKS = 8
-SECRET = "secret"
+PROMPT = list(range(32))
 
 
 class FullAttentionSpec:
@@ -44,16 +61,13 @@ class Rank:
         self.worker.register_kv_caches(self.caches)
         self.received: set[str] = set()
         self.failed: set[str] = set()
-        self.sent: set[str] = set()
         self.report = WorkerReport()
 
     def step(self, **orders: Any) -> None:
         """One engine step with these orders."""
         self.worker.bind(StepMessage(**orders))
-        sent, drained = self.worker.poll()
-        assert not self.sent & sent, "a lease was reported twice"
+        drained = self.worker.poll()
         assert not self.reported & drained.received, "a request was reported twice"
-        self.sent |= sent
         self.received |= drained.received
         self.failed |= drained.failed.keys()
         report = self.worker.take_report()
@@ -76,22 +90,79 @@ class Rank:
         return [cache[:, 0].tolist() for cache in self.caches.values()]
 
 
-def hold(production: int = 1) -> Hold:
-    return Hold(production, f"p{production}", SECRET)
+class Prefill:
+    """P: one rank, and the scheduler that holds blocks 1 and 2 for each prompt."""
 
+    def __init__(self, rank: Rank) -> None:
+        self.rank = rank
+        self.clock = FakeClock()
+        self.pool: Any = FakeBlockPool(NUM_BLOCKS)
+        self.server = Server("p-scheduler", "127.0.0.1", 0, lambda: None)
+        self.producer = Producer(
+            ConnectorConfig(),
+            "engine-p",
+            "instance-p",
+            self.server.port,
+            [16],
+            NUM_BLOCKS,
+            1,
+            self.clock,
+            TransferStats(),
+        )
+        self.producer.bind_block_pool(self.pool)
+        self.producer.set_identity(make_fingerprint(), (rank.endpoint,))
+        self.server.start(self.producer.handle)
 
-def pull(endpoint: WorkerEndpoint, claim_id: int = 1, production: int = 1) -> PullJob:
-    return PullJob(
-        request_id=f"d{claim_id}",
-        transfer_id=f"p{production}",
-        claim_id=claim_id,
-        production=production,
-        secret=SECRET,
-        workers=(endpoint,),
-        groups=[GroupBlocks([1, 2], [5, 4], 0)],
-        loaded_blocks=[5, 4],
-        timeout_s=60.0,
-    )
+    def ask(self, message: AnyMessage) -> Message:
+        """What D's scheduler asks, straight to the handler."""
+        answers: list[Message] = []
+        self.producer.handle(message, answers.append)
+        (answer,) = answers
+        return answer
+
+    def hold(self, claim_id: int) -> PullJob:
+        """Finish a prompt and claim it; returns the order to fetch it into blocks 5 and 4."""
+        request_id = f"p{claim_id}"
+        params = {"do_remote_decode": True}
+        request = make_request(request_id, PROMPT, params, status="FINISHED_STOPPED")
+        self.pool.allocate((1, 2))
+        _, params = self.producer.request_finished(request, [[1, 2]])
+        self.pool.end_request((1, 2))
+        assert params is not None
+        ticket = read_ticket(params)
+        hello = Hello(version=PROTOCOL_VERSION, fingerprint=raw_fingerprint(make_fingerprint()))
+        welcome = self.ask(hello)
+        assert isinstance(welcome, Welcome)
+        claim = Claim(
+            session=welcome.session,
+            claim_id=claim_id,
+            production=ticket.production,
+            secret=ticket.secret,
+            prompt_hash=ticket.prompt_hash,
+        )
+        assert self.ask(claim) == Grant(claim_id=claim_id, block_ids=((1, 2),))
+        return PullJob(
+            request_id=f"d{claim_id}",
+            transfer_id=request_id,
+            claim_id=claim_id,
+            production=ticket.production,
+            secret=ticket.secret,
+            control_address=ticket.address,
+            session=welcome.session,
+            workers=welcome.workers,
+            groups=[GroupBlocks([1, 2], [5, 4], 0)],
+            loaded_blocks=[5, 4],
+            timeout_s=60.0,
+        )
+
+    def expire_leases(self) -> None:
+        self.clock.advance(ConnectorConfig().max_lease_s)
+        self.producer.free_ended()
+
+    def close(self) -> None:
+        """Idempotent."""
+        self.server.close()
+        self.rank.worker.shutdown()
 
 
 def run(d: Rank, *request_ids: str) -> None:

@@ -1,4 +1,4 @@
-"""A worker rank in a process of its own, obeying the test over a pipe."""
+"""A P in a process of its own, obeying the test over a pipe."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_llmdd_connector.control.messages import WorkerEndpoint
+from vllm_llmdd_connector.metadata import PullJob
 
 TESTS = Path(__file__).resolve().parents[1]
 VENDOR = TESTS / "vendor"
@@ -20,7 +21,7 @@ _ANSWER_S = 90.0
 class RankProcess:
     """The test's end. Methods are those of ``Remote`` below."""
 
-    def __init__(self, kv_role: str, fill: int, **options: Any) -> None:
+    def __init__(self, fill: int, **options: Any) -> None:
         self._pipe, theirs = Pipe()
         path = [str(VENDOR), str(TESTS), *filter(None, sys.path)]
         self._process = subprocess.Popen(
@@ -29,7 +30,7 @@ class RankProcess:
             env={**os.environ, "PYTHONPATH": os.pathsep.join(path)},
         )
         theirs.close()
-        self._pipe.send((kv_role, fill, options))
+        self._pipe.send((fill, options))
         self.endpoint: WorkerEndpoint = self._result()
 
     def call(self, name: str, *args: Any, **kwargs: Any) -> Any:
@@ -69,21 +70,25 @@ class RankProcess:
 class Remote:
     """What the other process does."""
 
-    def __init__(self, kv_role: str, fill: int, options: dict[str, Any]) -> None:
-        from fakes.rank import Rank
+    def __init__(self, fill: int, options: dict[str, Any]) -> None:
+        from fakes.rank import Prefill, Rank
 
-        self.rank = Rank(kv_role, fill, **options)
+        self.p = Prefill(Rank("kv_producer", fill, **options))
 
-    def step(self, **orders: Any) -> tuple[dict[int, int], set[str]]:
-        """Releases so far, and leases reported as sent."""
-        self.rank.step(**orders)
-        return self.rank.report.released, self.rank.sent
+    def hold(self, claim_id: int) -> PullJob:
+        """An order to fetch a prompt's blocks 1 and 2 into blocks 5 and 4."""
+        return self.p.hold(claim_id)
+
+    def num_leases(self) -> int:
+        """Leases that no release has ended."""
+        self.p.producer.free_ended()
+        return self.p.producer.num_leases
 
 
 def _serve(pipe: Connection) -> None:
     try:
         remote = Remote(*pipe.recv())
-        pipe.send((True, remote.rank.endpoint))
+        pipe.send((True, remote.p.rank.endpoint))
     except Exception as error:
         pipe.send((False, repr(error)))
         raise
@@ -96,7 +101,7 @@ def _serve(pipe: Connection) -> None:
             pipe.send((True, getattr(remote, name)(*args, **kwargs)))
         except Exception as error:
             pipe.send((False, repr(error)))
-    remote.rank.worker.shutdown()
+    remote.p.close()
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ where the vendor's documentation forbids a call.
 
 from __future__ import annotations
 
+import dataclasses
 import socket
 import sys
 import threading
@@ -15,7 +16,7 @@ import msgspec
 import pytest
 import torch
 from fakes.clock import wait_for
-from fakes.rank import Rank, hold, pull, run
+from fakes.rank import Rank, run
 from fakes.rank_process import VENDOR, RankProcess
 
 from vllm_llmdd_connector.config import ConnectorConfig
@@ -62,7 +63,7 @@ def make_p(idle: list[RankProcess]) -> Iterator[Callable[..., RankProcess]]:
     started: list[RankProcess] = []
 
     def make() -> RankProcess:
-        started.append(idle.pop() if idle else RankProcess("kv_producer", 100, **OPTIONS))
+        started.append(idle.pop() if idle else RankProcess(100, **OPTIONS))
         return started[-1]
 
     yield make
@@ -109,25 +110,23 @@ def test_blocks_arrive_byte_exact_and_a_killed_peer_s_successor_is_served(
     make_p: Callable[..., RankProcess], d: Rank
 ) -> None:
     p = make_p()
-    p.call("step", holds=[hold(1), hold(2)])
-    d.step(pulls=[pull(p.endpoint, 1, 1)])
+    job, late = p.call("hold", 1), p.call("hold", 2)
+    d.step(pulls=[job])
     run(d, "d1")
     assert d.received == {"d1"}
     expected = torch.arange(8, dtype=torch.uint8)[:, None].repeat(1, 64)
     expected[5], expected[4] = 101, 102
     for cache in d.caches.values():
         assert torch.equal(cache, expected)
-    released, _ = p.call("step")
-    assert released == {1: 1}
+    assert p.call("num_leases") == 1
     p.kill()
-    d.step(pulls=[pull(p.endpoint, 2, 2)])
+    d.step(pulls=[late])
     run(d, "d2")
     assert d.failed == {"d2"}
     successor = make_p()
-    successor.call("step", holds=[hold(3)])
     for cache in d.caches.values():
         cache.zero_()
-    d.step(pulls=[pull(successor.endpoint, 3, 3)])
+    d.step(pulls=[successor.call("hold", 3)])
     run(d, "d3")
     assert d.received == {"d1", "d3"}
     assert d.blocks() == [[0, 0, 0, 0, 102, 101, 0, 0]] * 2
@@ -140,17 +139,17 @@ def test_silent_and_absent_listeners_end_in_sentences(
     with socket.create_server(("127.0.0.1", 0)) as unused:
         closed = unused.getsockname()[1]
     for claim_id, port, sentence in (
-        (1, closed, "LLM_LINK_FAILED: nobody listens there"),
-        (2, silent, "does not answer: an earlier attempt to link it still waits"),
+        (11, closed, "LLM_LINK_FAILED: nobody listens there"),
+        (12, silent, "does not answer: an earlier attempt to link it still waits"),
     ):
-        endpoint = msgspec.structs.replace(p.endpoint, engine_port=port, cluster_id=claim_id)
-        d.step(pulls=[pull(endpoint, claim_id)])
+        job = p.call("hold", claim_id)
+        wrong = msgspec.structs.replace(p.endpoint, engine_port=port, cluster_id=claim_id)
+        d.step(pulls=[dataclasses.replace(job, workers=(wrong,))])
         run(d, f"d{claim_id}")
         assert sentence in d.report.failed[f"d{claim_id}"]
-    p.call("step", holds=[hold(4)])
-    d.step(pulls=[pull(p.endpoint, 4, 4)])
-    run(d, "d4")
-    assert d.received == {"d4"}
+    d.step(pulls=[p.call("hold", 13)])
+    run(d, "d13")
+    assert d.received == {"d13"}
 
 
 class TestEngine:

@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -39,7 +40,15 @@ class EngineBlocks:
         return self.spec.model
 
     def free_blocks(self) -> int:
-        """Blocks of the pool that no request holds."""
+        """Blocks of the pool that no request and no lease holds.
+
+        An idle engine is not stepped, so the connector gets its next chance to free what is over
+        with the next request; that hook is called here.
+        """
+        if self.scheduler.connector is not None and self.spec.role != "kv_consumer":
+            self.scheduler.connector.on_new_request(
+                SimpleNamespace(request_id="nobody", kv_transfer_params=None)
+            )
         free: int = self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
         return free
 

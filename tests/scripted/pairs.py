@@ -95,9 +95,13 @@ class Pair:
 
     def finish(self) -> None:
         """Let both engines come to rest and check that nothing was leaked or done in excess."""
-        self.run_until(lambda: not (self.p.has_work or self.d.has_work))
-        for engine in (self.p, self.d):
-            assert engine.free_blocks() == engine.initial_free_blocks, engine.describe()
+        engines = (self.p, self.d)
+        self.run_until(
+            lambda: (
+                not any(engine.has_work for engine in engines)
+                and all(engine.free_blocks() == engine.initial_free_blocks for engine in engines)
+            )
+        )
         assert self.network.violations == []
 
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from fakes.clock import wait_for
 from fakes.fake_datadist import LLMStatusCode
 from harness import Result
 from pairs import CONNECTOR, MakePair, Pair, counts, num_blocks_pulled, prompt_of
+
+from vllm_llmdd_connector.errors import RemoteProtocolError
 
 POLICIES = ["recompute", "fail"]
 FAST: dict[str, Any] = {"extra_config": {"release_timeout_s": 0.2, "first_contact_timeout_s": 0.3}}
@@ -79,10 +82,10 @@ class TestPullFails:
     def test_p_is_silent_after_the_copy(self, make_pair: MakePair, policy: str) -> None:
         """The copy is complete, but nobody confirms that the blocks were held."""
         pair = make_pair(d={"load_failure_policy": policy, **FAST})
-        held = pair.p.workers[0].connector._worker._held
+        producer = pair.p.connector._scheduler._producer
         prompt = prompt_of(70)
         params = pair.params(prompt)
-        held.on_release = lambda release, reply: None
+        producer._released = Mock(side_effect=RemoteProtocolError("not heard"))
         result = pair.run(pair.decode(prompt, params))[0]
         assert_failed_by_policy(pair, prompt, result)
         pair.finish()

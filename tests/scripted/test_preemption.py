@@ -55,7 +55,7 @@ class TestAtD:
         pair.finish()
 
     def test_the_lease_ends_while_there_is_no_room(self, make_pair: MakePair) -> None:
-        pair = make_pair(d={"load_failure_policy": "fail", "extra_config": {"lease_s": 0.05}})
+        pair = make_pair(d={"load_failure_policy": "fail"}, p={"extra_config": {"lease_s": 0.15}})
         prompt = prompt_of(70)
         params = pair.params(prompt)
         with pair.d.hold_blocks():

@@ -79,7 +79,7 @@ def p(make_p: Callable[..., FakePScheduler]) -> FakePScheduler:
 class TestClaims:
     def test_claim_is_granted_with_p_s_workers(self, client: Client, p: FakePScheduler) -> None:
         client.claim(p.port)
-        assert client.outcome() == Granted(1, ((7, 8, 9),), (make_endpoint(),))
+        assert client.outcome() == Granted(1, 5, ((7, 8, 9),), (make_endpoint(),))
 
     def test_all_claims_at_one_p_share_one_session(self, client: Client, p: FakePScheduler) -> None:
         for claim_id in range(1, 6):

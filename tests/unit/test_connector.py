@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, SupportsHMA
+from fakes.block_pool import FakeBlockPool
+from fakes.clock import wait_for
+from fakes.requests import make_request
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorRole,
+    SupportsHMA,
+)
 
 from vllm_llmdd_connector import connector as connector_module
 from vllm_llmdd_connector.connector import LLMDataDistConnector
 from vllm_llmdd_connector.errors import ConfigError
+from vllm_llmdd_connector.metadata import StepMessage
 from vllm_llmdd_connector.metrics import LlmddStats
+from vllm_llmdd_connector.worker.completion import Drained
 
 
 def parallel(**sizes: int) -> Any:
@@ -80,3 +90,112 @@ def test_statistics_are_rebuilt_from_their_data() -> None:
     built = LLMDataDistConnector.build_kv_connector_stats({"counts": {"recv_requests": 2}})
     assert isinstance(built, LlmddStats)
     assert built.reduce() == {"recv_requests": 2}
+
+
+@pytest.fixture
+def make_connector() -> Iterator[Callable[[str], LLMDataDistConnector]]:
+    """Connectors of the scheduler process, for a ``kv_role``."""
+    made: list[LLMDataDistConnector] = []
+
+    def make(kv_role: str) -> LLMDataDistConnector:
+        transfer = SimpleNamespace(
+            engine_id="engine",
+            kv_role=kv_role,
+            is_kv_producer=kv_role != "kv_consumer",
+            is_kv_consumer=kv_role != "kv_producer",
+            # No lease outlives its first look at the clock.
+            kv_connector_extra_config={"lease_s": 1e-3, "max_lease_s": 1e-3},
+        )
+        config: Any = SimpleNamespace(
+            kv_transfer_config=transfer,
+            parallel_config=SimpleNamespace(tensor_parallel_size=1, data_parallel_rank=0),
+        )
+        cache = cache_of("FullAttentionSpec")
+        cache.num_blocks = 8
+        made.append(LLMDataDistConnector(config, KVConnectorRole.SCHEDULER, cache))
+        return made[-1]
+
+    yield make
+    for connector in made:
+        connector.shutdown()
+
+
+def as_before_030(connector: LLMDataDistConnector, pool: Any) -> None:
+    connector.bind_gpu_block_pool(pool)
+
+
+def as_since_030(connector: LLMDataDistConnector, pool: Any) -> None:
+    manager: Any = SimpleNamespace(block_pool=pool)
+    connector.bind_kv_cache_manager(manager)
+
+
+BINDINGS = [
+    as_before_030,
+    pytest.param(
+        as_since_030,
+        marks=pytest.mark.skipif(
+            not hasattr(KVConnectorBase_V1, "bind_kv_cache_manager"), reason="vLLM before 0.30"
+        ),
+    ),
+]
+
+
+def new_request(connector: LLMDataDistConnector) -> None:
+    connector.on_new_request(make_request("other", [1]))
+
+
+def next_step(connector: LLMDataDistConnector) -> None:
+    output: Any = SimpleNamespace()
+    assert connector.build_connector_meta(output) == StepMessage()
+
+
+class TestBlockPool:
+    """P's scheduler side takes references in vLLM's pool and gives them back in its hooks."""
+
+    @pytest.mark.parametrize("call_hook", [new_request, next_step])
+    @pytest.mark.parametrize("bind", BINDINGS)
+    def test_blocks_are_held_by_the_bound_pool_and_come_back_at_the_next_hook(
+        self,
+        make_connector: Callable[[str], LLMDataDistConnector],
+        bind: Callable[[LLMDataDistConnector, Any], None],
+        call_hook: Callable[[LLMDataDistConnector], None],
+    ) -> None:
+        connector, pool = make_connector("kv_producer"), FakeBlockPool(8)
+        bind(connector, pool)
+        pool.allocate((1, 2))
+        request = make_request(
+            "p", range(32), {"do_remote_decode": True}, status="FINISHED_STOPPED"
+        )
+        is_delayed, params = connector.request_finished_all_groups(request, ([1, 2],))
+        pool.end_request((1, 2))
+        assert not is_delayed
+        assert params is not None
+        assert pool.in_use == [1, 2]
+
+        def have_come_back() -> bool:
+            call_hook(connector)
+            return not pool.in_use
+
+        wait_for(have_come_back, "the blocks")
+        assert pool.freed == [2, 1]
+
+    def test_decode_server_takes_no_notice_of_the_pool(
+        self, make_connector: Callable[[str], LLMDataDistConnector]
+    ) -> None:
+        connector, pool = make_connector("kv_consumer"), FakeBlockPool(8)
+        as_before_030(connector, pool)
+        assert pool.touched == pool.freed == []
+
+
+def test_no_request_is_ever_reported_as_sent() -> None:
+    """vLLM asserts that it waits for such a report; ours are over before their blocks are."""
+    drained = Drained(received={"r"}, failed={"f": "torn"})
+    connector = object.__new__(LLMDataDistConnector)
+    connector._scheduler = None
+    worker: Any = SimpleNamespace(poll=lambda: drained, take_failed_blocks=set)
+    connector._worker = worker
+    assert connector.get_finished({"p"}) == (None, {"r", "f"})
+    results = connector.get_transfer_results({"p"})
+    assert not results.finished_sending
+    assert results.finished_recving == {"r", "f"}
+    assert results.failed_recving == {"f"}

@@ -149,6 +149,7 @@ class TestMatched:
         assert (job.request_id, job.transfer_id, job.production) == ("r", "cmpl-p", 1)
         assert job.claim_id == decoder.control.last_claim
         assert job.workers == (make_endpoint(),)
+        assert (job.control_address, job.session) == (("127.0.0.1", 4000), 5)
         (group,) = job.groups
         assert (group.src_blocks, group.dst_blocks, group.first_position) == ([8, 9], [22, 23], 1)
         assert job.loaded_blocks == [22, 23]

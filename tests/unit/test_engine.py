@@ -51,10 +51,7 @@ class Side:
     def endpoint(self) -> WorkerEndpoint:
         engine = self.engine
         return WorkerEndpoint(
-            cluster_id=engine.cluster_id,
-            host="127.0.0.1",
-            engine_port=engine.listen_port,
-            control_port=1,
+            cluster_id=engine.cluster_id, host="127.0.0.1", engine_port=engine.listen_port
         )
 
 

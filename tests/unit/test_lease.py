@@ -25,11 +25,15 @@ def table() -> LeaseTable:
 
 
 def open_lease(table: LeaseTable, request_id: str = "p", now_s: float = 0.0) -> Lease:
-    return table.open(request_id, "secret", "hash", [[1, 2, 3]], frozenset({1, 2, 3}), now_s)
+    return table.open(request_id, "secret", "hash", [[1, 2, 3]], (1, 2, 3), now_s)
 
 
 def claim(table: LeaseTable, lease: Lease, claim_id: int, now_s: float = 0.0) -> Lease | str:
     return table.claim(lease.production, "secret", "hash", claim_id, now_s)
+
+
+def release(table: LeaseTable, lease: Lease, claim_id: int, rank: int) -> bool:
+    return table.release(lease.production, "secret", claim_id, rank)
 
 
 class TestDeadlines:
@@ -82,28 +86,90 @@ class TestRelease:
     def test_all_ranks_of_the_only_claim_end_the_lease(self, table: LeaseTable) -> None:
         lease = open_lease(table)
         claim(table, lease, 1)
-        table.released_by_ranks(1, 1)
+        assert release(table, lease, 1, rank=1)
         assert table.take_ended(1.0) == []
-        table.released_by_ranks(1, 1)
+        assert release(table, lease, 1, rank=0)
         assert table.take_ended(1.0) == [lease]
         assert lease.end is LeaseEnd.RELEASED
+
+    def test_repeated_release_has_the_same_answer_and_counts_once(self, table: LeaseTable) -> None:
+        """D sends a release again when the answer is late; a second rank is not done by that."""
+        lease = open_lease(table)
+        claim(table, lease, 1)
+        for _ in range(3):
+            assert release(table, lease, 1, rank=0)
+        assert table.take_ended(1.0) == []
+        assert release(table, lease, 1, rank=1)
+        assert release(table, lease, 1, rank=1)
+        assert table.take_ended(1.0) == [lease]
 
     def test_first_of_several_claims_does_not_end_it(self, table: LeaseTable) -> None:
         lease = open_lease(table)
         claim(table, lease, 1)
         claim(table, lease, 2)
-        table.released_by_ranks(1, 2)
-        assert table.take_ended(1.0) == []
-        table.released_by_ranks(2, 2)
+        for claim_id in (1, 2):
+            assert table.take_ended(1.0) == []
+            for rank in (0, 1):
+                assert release(table, lease, claim_id, rank)
         assert table.take_ended(1.0) == [lease]
 
     def test_repeated_claim_does_not_forget_a_rank(self, table: LeaseTable) -> None:
         lease = open_lease(table)
         claim(table, lease, 1)
-        table.released_by_ranks(1, 1)
+        release(table, lease, 1, rank=0)
         claim(table, lease, 1)
-        table.released_by_ranks(1, 1)
+        release(table, lease, 1, rank=1)
         assert table.take_ended(1.0) == [lease]
+
+    def test_release_after_the_end_is_refused(self, table: LeaseTable) -> None:
+        lease = open_lease(table)
+        claim(table, lease, 1)
+        assert table.take_ended(LEASE_S) == [lease]
+        assert not release(table, lease, 1, rank=0)
+        table.forget(lease)
+        assert not release(table, lease, 1, rank=0)
+
+    def test_confirmation_before_the_end_is_repeated_after_it_for_that_rank_only(
+        self, table: LeaseTable
+    ) -> None:
+        lease = open_lease(table)
+        claim(table, lease, 1)
+        assert release(table, lease, 1, rank=0)
+        assert table.take_ended(LEASE_S) == [lease]
+        assert release(table, lease, 1, rank=0)
+        assert not release(table, lease, 1, rank=1)
+        assert not release(table, lease, 2, rank=0)
+
+    def test_deadline_that_nobody_has_seen_yet_is_no_end(self, table: LeaseTable) -> None:
+        """The blocks go back only with ``take_ended``: until then the reader is told the truth."""
+        lease = open_lease(table)
+        claim(table, lease, 1)
+        assert release(table, lease, 1, rank=0)
+        assert table.renew(1, LEASE_S + 1.0)
+        assert release(table, lease, 1, rank=1)
+        assert table.take_ended(LEASE_S + 1.0) == [lease]
+        assert lease.end is LeaseEnd.RELEASED
+
+    def test_wrong_secret_or_number_is_refused_and_not_counted(self, table: LeaseTable) -> None:
+        lease = open_lease(table)
+        claim(table, lease, 1)
+        for rank in (0, 1):
+            assert not table.release(lease.production, "guess", 1, rank)
+            assert not table.release(lease.production + 1, "secret", 1, rank)
+        assert table.take_ended(1.0) == []
+
+    def test_release_of_an_expired_claim_is_confirmed_while_another_one_holds_the_lease(
+        self, table: LeaseTable
+    ) -> None:
+        """Whether the blocks were held is asked, not by whom."""
+        lease = open_lease(table)
+        claim(table, lease, 1, 0.0)
+        claim(table, lease, 2, 5.0)
+        assert not table.take_ended(LEASE_S)
+        assert release(table, lease, 1, rank=0)
+        assert release(table, lease, 1, rank=1)
+        assert table.take_ended(LEASE_S) == []
+        assert table.renew(2, LEASE_S)
 
     def test_drop_of_an_unclaimed_lease_ends_it(self, table: LeaseTable) -> None:
         lease = open_lease(table)
@@ -118,11 +184,6 @@ class TestRelease:
         assert table.take_ended(0.0) == []
         assert table.renew(2, 1.0)
         assert not table.renew(1, 1.0)
-
-    def test_release_of_an_unknown_claim_is_ignored(self, table: LeaseTable) -> None:
-        open_lease(table)
-        table.released_by_ranks(5, 2)
-        assert table.take_ended(0.0) == []
 
 
 class TestRefusal:
@@ -144,12 +205,13 @@ class TestRefusal:
         assert table.take_ended(0.0) == []
 
 
-def test_forgotten_lease_gives_its_blocks_back_once(table: LeaseTable) -> None:
+def test_forgotten_lease_leaves_nothing_behind(table: LeaseTable) -> None:
     lease = open_lease(table)
     claim(table, lease, 1)
     assert table.num_held_blocks == 3
-    assert table.forget("p") is lease
-    assert table.forget("p") is None
+    assert table.take_ended(LEASE_S) == [lease]
+    assert table.num_held_blocks == 3
+    table.forget(lease)
     assert (len(table), table.num_held_blocks) == (0, 0)
     assert not table.renew(1, 0.0)
     assert table.take_ended(100.0) == []
@@ -165,26 +227,28 @@ class Leases(RuleBasedStateMachine):
         super().__init__()
         self.table = LeaseTable(LEASE_S, MAX_LEASE_S, num_ranks=2)
         self.now_s = 0.0
-        self.opened: dict[str, Lease] = {}
+        self.opened: dict[int, Lease] = {}
         self.ended: set[int] = set()
         self.last_sign_s: dict[int, float] = {}
+        self.confirmed: set[tuple[int, int, int]] = set()
 
     @rule(target=open_leases, held=st.frozensets(st.integers(1, 9), min_size=1, max_size=5))
-    def open(self, held: frozenset[int]) -> str:
-        request_id = f"request{self.table.last_production}"
-        lease = self.table.open(request_id, "secret", "hash", [sorted(held)], held, self.now_s)
-        self.opened[request_id] = lease
+    def open(self, held: frozenset[int]) -> int:
+        blocks = tuple(sorted(held))
+        lease = self.table.open("p", "secret", "hash", [blocks], blocks, self.now_s)
+        assert lease.production not in self.last_sign_s, "a number was given twice"
+        self.opened[lease.production] = lease
         self.last_sign_s[lease.production] = self.now_s
-        return request_id
+        return lease.production
 
-    @rule(request_id=open_leases, claim_id=st.integers(1, 6))
-    def claim(self, request_id: str, claim_id: int) -> None:
-        lease = self.opened.get(request_id)
+    @rule(production=open_leases, claim_id=st.integers(1, 6))
+    def claim(self, production: int, claim_id: int) -> None:
+        lease = self.opened.get(production)
         if lease is not None and not isinstance(
             claim(self.table, lease, claim_id, self.now_s), str
         ):
             assert lease.end is None
-            self.last_sign_s[lease.production] = self.now_s
+            self.last_sign_s[production] = self.now_s
 
     @rule(claim_id=st.integers(1, 6))
     def renew(self, claim_id: int) -> None:
@@ -194,15 +258,26 @@ class Leases(RuleBasedStateMachine):
         for lease in holders:
             self.last_sign_s[lease.production] = self.now_s
 
-    @rule(request_id=open_leases, claim_id=st.integers(1, 6))
-    def drop(self, request_id: str, claim_id: int) -> None:
-        lease = self.opened.get(request_id)
-        if lease is not None:
-            self.table.drop(lease.production, "secret", claim_id)
+    @rule(production=open_leases, claim_id=st.integers(1, 6))
+    def drop(self, production: int, claim_id: int) -> None:
+        self.table.drop(production, "secret", claim_id)
 
-    @rule(claim_id=st.integers(1, 6), num_ranks=st.integers(1, 2))
-    def release(self, claim_id: int, num_ranks: int) -> None:
-        self.table.released_by_ranks(claim_id, num_ranks)
+    @rule(
+        production=open_leases,
+        claim_id=st.integers(1, 6),
+        rank=st.integers(0, 1),
+        secret=st.sampled_from(["secret", "secret", "guess"]),
+    )
+    def release(self, production: int, claim_id: int, rank: int, secret: str) -> None:
+        """Confirmed for the first time only before the end, and again until all is forgotten."""
+        lease = self.opened.get(production)
+        reader = (production, claim_id, rank)
+        is_live = lease is not None and lease.end is None
+        expected = is_live or (lease is not None and reader in self.confirmed)
+        answer = self.table.release(production, secret, claim_id, rank)
+        assert answer == (expected and secret == "secret")
+        if answer:
+            self.confirmed.add(reader)
 
     @rule(target=ended_leases, seconds=st.floats(0.0, 12.0))
     def step(self, seconds: float) -> object:
@@ -212,23 +287,27 @@ class Leases(RuleBasedStateMachine):
             assert lease.production not in self.ended, "a lease ended twice"
             assert lease.end is not None
             self.ended.add(lease.production)
-        return multiple(*(lease.request_id for lease in ended))
+        return multiple(*(lease.production for lease in ended))
 
-    @rule(request_id=consumes(ended_leases))
-    def vllm_frees(self, request_id: str) -> None:
-        assert self.table.forget(request_id) is self.opened.pop(request_id)
+    @rule(production=consumes(ended_leases))
+    def vllm_frees(self, production: int) -> None:
+        self.table.forget(self.opened.pop(production))
 
     @invariant()
-    def held_blocks_are_those_of_all_leases_vllm_has_not_freed(self) -> None:
-        held = frozenset().union(*(lease.held_blocks for lease in self.opened.values()))
+    def held_blocks_are_those_of_all_leases_that_are_not_forgotten(self) -> None:
+        held = set().union(*(lease.held_blocks for lease in self.opened.values()))
         assert self.table.num_held_blocks == len(held)
-        assert self.table.num_not_held(held | {100}) == 1
+        assert self.table.num_not_held([*held, 100]) == 1
         assert len(self.table) == len(self.opened)
 
     @invariant()
-    def no_claim_outlives_its_lease(self) -> None:
+    def no_claim_outlives_its_lease_or_its_last_rank(self) -> None:
         for lease in self.opened.values():
             assert lease.end is None or not lease.claims
+            for claim_id, state in lease.claims.items():
+                assert len(state.ranks_released) < 2
+                for rank in state.ranks_released:
+                    assert (lease.production, claim_id, rank) in self.confirmed
 
     @invariant()
     def live_leases_have_had_a_sign_of_life_and_respect_the_bound(self) -> None:
@@ -241,12 +320,11 @@ class Leases(RuleBasedStateMachine):
         """Whatever happened, after the bound no lease is left that did not end once."""
         self.now_s += MAX_LEASE_S
         self.step(0.0)
-        assert {lease.production for lease in self.opened.values()} <= self.ended
-        for request_id in list(self.opened):
-            self.vllm_frees(request_id)
+        assert self.opened.keys() <= self.ended
+        for production in list(self.opened):
+            self.vllm_frees(production)
         assert (len(self.table), self.table.num_held_blocks) == (0, 0)
         assert not self.table._claims
-        assert not self.table._by_request
 
 
 TestLeases = Leases.TestCase

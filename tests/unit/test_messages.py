@@ -37,7 +37,7 @@ MESSAGES: list[AnyMessage] = [
     Claim(session=1, claim_id=BIG, production=1, secret="s", prompt_hash="h"),
     Renew(session=1, claim_ids=(1, 2)),
     Drop(session=1, claim_id=2, production=3, secret="s"),
-    Release(cluster_id=2**48 - 1, claim_id=2, production=3, secret="s"),
+    Release(session=BIG, claim_id=2, rank=2**16 - 1, production=3, secret="s"),
     ReleaseAck(claim_id=2, production=3, valid=False),
 ]
 json_like = st.recursive(
@@ -119,5 +119,10 @@ def test_too_many_renewals_in_one_message_are_refused() -> None:
 
 @pytest.mark.parametrize("port", [-1, 0, 65536])
 def test_endpoint_with_an_impossible_port_is_refused(port: int) -> None:
-    for name in ("engine_port", "control_port"):
-        assert decodes(encode(make_welcome(workers=(make_endpoint(**{name: port}),)))) is None
+    assert decodes(encode(make_welcome(workers=(make_endpoint(engine_port=port),)))) is None
+
+
+@pytest.mark.parametrize("rank", [-1, 2**16])
+def test_release_of_an_impossible_rank_is_refused(rank: int) -> None:
+    release = Release(session=1, claim_id=2, rank=rank, production=3, secret="s")
+    assert decodes(encode(release)) is None

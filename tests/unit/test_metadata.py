@@ -7,8 +7,8 @@ import pickle
 from fakes.builders import make_endpoint, make_geometry
 
 from vllm_llmdd_connector.metadata import (
-    Hold,
     PullJob,
+    SentPrompt,
     StepMessage,
     WorkerHandshake,
     WorkerReport,
@@ -21,6 +21,8 @@ JOB = PullJob(
     claim_id=1,
     production=2,
     secret="s",
+    control_address=("127.0.0.1", 4000),
+    session=5,
     workers=(make_endpoint(),),
     groups=[GroupBlocks([1], [2], 0)],
     loaded_blocks=[2],
@@ -28,18 +30,16 @@ JOB = PullJob(
 )
 
 
-def test_releases_of_ranks_are_counted_and_the_first_reason_is_kept() -> None:
-    report = WorkerReport({1: 1, 2: 1}, {"r": "link: refused"})
-    report.aggregate(WorkerReport({2: 1, 3: 1}, {"r": "release: late", "s": "queue: full"}))
-    assert report.released == {1: 1, 2: 2, 3: 1}
+def test_first_rank_s_reason_is_kept() -> None:
+    report = WorkerReport({"r": "link: refused"})
+    report.aggregate(WorkerReport({"r": "release: late", "s": "queue: full"}))
     assert report.failed == {"r": "link: refused", "s": "queue: full"}
 
 
 def test_step_message_is_empty_only_without_any_order() -> None:
     assert StepMessage().is_empty
     for step in (
-        StepMessage(holds=[Hold(1, "p", "s")]),
-        StepMessage(ended=[1]),
+        StepMessage(sent_prompts=[SentPrompt("p", ((1, 2),))]),
         StepMessage(pulls=[JOB]),
         StepMessage(cancels=["r"]),
     ):
@@ -48,6 +48,6 @@ def test_step_message_is_empty_only_without_any_order() -> None:
 
 def test_everything_survives_pickling() -> None:
     handshake = WorkerHandshake(0, make_endpoint(), (make_geometry(),))
-    step = StepMessage([Hold(1, "p", "s", ((1, 2),))], [3], [JOB], ["x"])
-    for part in (handshake, step, WorkerReport({1: 1}, {"r": "x"})):
+    step = StepMessage([SentPrompt("p", ((1, 2),))], [JOB], ["x"])
+    for part in (handshake, step, WorkerReport({"r": "x"})):
         assert pickle.loads(pickle.dumps(part)) == part

@@ -1,4 +1,4 @@
-"""``PeerThread`` with a fake engine and a real release channel: each job has exactly one report."""
+"""``PeerThread`` with a fake engine and a real control channel: each job has exactly one report."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import pytest
 from fakes.clock import PATIENCE_S, wait_for
 from fakes.pull_peer import ReleasePeer
-from fakes.puller import Puller, make_job
+from fakes.puller import TP_RANK, Puller, make_job
 
-from vllm_llmdd_connector.control.messages import Release, WorkerEndpoint
+from vllm_llmdd_connector.control.messages import Release, Unknown, encode
 from vllm_llmdd_connector.errors import LinkError, TransferError, TransferTimeout
 from vllm_llmdd_connector.scheduler.block_map import GroupBlocks
 from vllm_llmdd_connector.worker import pull as pull_module
@@ -51,7 +51,7 @@ class TestSuccess:
     def test_job_is_received_once_p_confirms(self, puller: Puller, peer: ReleasePeer) -> None:
         request_id = puller.submit(7)
         release = peer.next_release()
-        assert (release.cluster_id, release.claim_id, release.production) == (0xA, 7, 1007)
+        assert release == Release(session=5, claim_id=7, rank=TP_RANK, production=1007, secret="s")
         assert puller.completions.drain() is None
         peer.ack(release)
         puller.wait_reported(request_id)
@@ -101,7 +101,9 @@ class TestSuccess:
         request_id = puller.submit(1)
         release = peer.next_release()
         peer.send(1, b"\xc1 not msgpack")
-        peer.ack(Release(cluster_id=0xA, claim_id=1, production=9, secret=""), valid=False)
+        foreign = Release(session=5, claim_id=1, rank=TP_RANK, production=9, secret="")
+        peer.ack(foreign, valid=False)
+        peer.send(1, encode(Unknown(session=6)))
         for _ in range(3):
             peer.ack(release)
         puller.wait_reported(request_id)
@@ -235,9 +237,8 @@ class TestUnexpected:
         assert not puller.thread.submit(make_job(4))
 
     def test_address_that_cannot_be_dialled_fails_the_job(self, puller: Puller) -> None:
-        """P names the port; ZMQ refuses this one at once, which once left the job without end."""
-        endpoint = WorkerEndpoint(cluster_id=1, host="127.0.0.1", engine_port=1, control_port=-1)
-        request_id = puller.run_first_job(endpoint)
+        """ZMQ refuses this one at once, which once left the job without end."""
+        request_id = puller.run_first_job(("127.0.0.1", -1))
         assert puller.failed[request_id].startswith("link: cannot dial 127.0.0.1:-1: ")
 
 
@@ -276,11 +277,10 @@ class TestPeerLost:
     def test_job_for_a_peer_that_is_gone_is_failed_and_not_lost(
         self, puller: Puller, peer: ReleasePeer
     ) -> None:
-        endpoint = peer.endpoint
         peer.close()
         wait_for(lambda: len(puller.ended) == 1, "the first thread's end")
         assert not puller.thread.submit(make_job(1))
-        request_id = puller.run_first_job(endpoint)
+        request_id = puller.run_first_job(peer.control_address)
         assert "the control connection to 127.0.0.1" in puller.failed[request_id]
 
     def test_peer_lost_during_a_pull_is_found_when_the_pull_ends(
@@ -290,6 +290,55 @@ class TestPeerLost:
         request_id = puller.submit(1)
         puller.wait_reported(request_id)
         assert request_id in puller.failed
+
+
+class TestPeerRestarted:
+    """ZMQ may reach P's successor at the same address; it knows nothing of what D has read."""
+
+    def test_unknown_session_fails_the_job_at_once(self, puller: Puller, peer: ReleasePeer) -> None:
+        request_id = puller.submit(1)
+        peer.disown(peer.next_release())
+        puller.wait_reported(request_id)
+        assert puller.failed[request_id] == ("release: P was restarted while its blocks were read")
+        assert puller.figures()[1] == {"release": 1}
+
+    def test_every_job_of_that_session_fails_and_no_other(
+        self, puller: Puller, peer: ReleasePeer
+    ) -> None:
+        old = [puller.submit(claim_id) for claim_id in (1, 2)]
+        new = puller.submit(3, session=6)
+        releases = peer.releases_by_claim([1, 2, 3])
+        assert [releases[claim_id].session for claim_id in (1, 2, 3)] == [5, 5, 6]
+        peer.disown(releases[1])
+        puller.wait_reported(*old)
+        assert set(puller.failed) == set(old)
+        peer.ack(releases[3])
+        puller.wait_reported(new)
+        assert puller.received == [new]
+
+    def test_confirmation_after_unknown_changes_nothing(
+        self, puller: Puller, peer: ReleasePeer
+    ) -> None:
+        request_id = puller.submit(1)
+        release = peer.next_release()
+        peer.disown(release)
+        puller.wait_reported(request_id)
+        peer.ack(release)
+        other = puller.submit(2, session=6)
+        peer.ack(peer.releases_by_claim([2])[2])
+        puller.wait_reported(other)
+        assert (list(puller.failed), puller.received) == ([request_id], [other])
+
+    def test_job_cancelled_before_is_reported_as_received(
+        self, puller: Puller, peer: ReleasePeer
+    ) -> None:
+        request_id = puller.submit(1)
+        release = peer.next_release()
+        puller.completions.cancel(request_id)
+        peer.disown(release)
+        puller.wait_reported(request_id)
+        assert puller.received == [request_id]
+        assert puller.figures()[1] == {}
 
 
 class TestCancelAndClose:

@@ -1,20 +1,21 @@
-"""``WorkerConnector``: a P rank and a D rank in one process, real channels and a fake engine."""
+"""``WorkerConnector``: P with its scheduler and a D rank, real channels and a fake engine."""
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import zmq
-from fakes.clock import PATIENCE_S, wait_for
+from fakes.clock import PATIENCE_S
 from fakes.fake_datadist import FakeDataDist, LLMStatusCode
-from fakes.rank import SECRET, Rank, hold, pull, run
+from fakes.rank import Prefill, Rank, run
 
-from vllm_llmdd_connector.control.messages import Release, ReleaseAck, decode, encode
 from vllm_llmdd_connector.errors import ConfigError
+from vllm_llmdd_connector.metadata import SentPrompt
 
 
 @pytest.fixture
@@ -32,8 +33,21 @@ def make_rank(datadist: FakeDataDist) -> Iterator[Callable[..., Rank]]:
 
 
 @pytest.fixture
-def p(make_rank: Callable[..., Rank]) -> Rank:
-    return make_rank("kv_producer", 100)
+def make_p(make_rank: Callable[..., Rank]) -> Iterator[Callable[[int], Prefill]]:
+    started: list[Prefill] = []
+
+    def make(fill: int) -> Prefill:
+        started.append(Prefill(make_rank("kv_producer", fill)))
+        return started[-1]
+
+    yield make
+    for p in started:
+        p.server.close()
+
+
+@pytest.fixture
+def p(make_p: Callable[[int], Prefill]) -> Prefill:
+    return make_p(100)
 
 
 @pytest.fixture
@@ -42,86 +56,96 @@ def d(make_rank: Callable[..., Rank]) -> Rank:
 
 
 class TestPull:
-    def test_blocks_arrive_and_p_learns_of_the_release(self, p: Rank, d: Rank) -> None:
-        p.step(holds=[hold()])
-        d.step(pulls=[pull(p.endpoint)])
+    def test_blocks_arrive_and_p_gets_its_own_back(self, p: Prefill, d: Rank) -> None:
+        d.step(pulls=[p.hold(1)])
         run(d, "d1")
         assert d.received == {"d1"}
         assert d.blocks() == [[0, 1, 2, 3, 102, 101, 6, 7]] * 2
-        p.step()
-        assert p.report.released == {1: 1}
-        p.step(ended=[1])
-        assert p.sent == {"p1"}
+        assert p.pool.in_use == [1, 2]
+        p.producer.free_ended()
+        assert p.pool.in_use == []
+        assert p.producer.num_leases == 0
 
-    def test_lease_that_ended_before_the_release_fails_the_request(self, p: Rank, d: Rank) -> None:
-        p.step(holds=[hold()])
-        p.step(ended=[1])
-        d.step(pulls=[pull(p.endpoint)])
+    def test_lease_that_ended_before_the_release_fails_the_request(
+        self, p: Prefill, d: Rank
+    ) -> None:
+        job = p.hold(1)
+        p.expire_leases()
+        d.step(pulls=[job])
         run(d, "d1")
         assert d.failed == {"d1"}
         assert d.worker.take_failed_blocks() == {4, 5}
         assert d.worker.take_failed_blocks() == set()
         assert d.report.failed["d1"].startswith("release: ")
 
-    def test_hold_that_comes_after_the_release_still_confirms_it(self, p: Rank, d: Rank) -> None:
-        """P's step may be long: D can be done before P's worker hears of the lease."""
-        d.step(pulls=[pull(p.endpoint)])
-        wait_for(lambda: d.blocks()[1][4] == 102, "the copy")
-        d.step()
-        assert not d.reported
-        p.step(holds=[hold()])
+    def test_lease_that_ends_during_the_copy_fails_the_request(
+        self, p: Prefill, d: Rank, datadist: FakeDataDist
+    ) -> None:
+        faults = datadist.faults(p.rank.endpoint.cluster_id)
+        faults.pull_gate = threading.Event()
+        d.step(pulls=[p.hold(1)])
+        assert faults.pull_started.wait(PATIENCE_S)
+        p.expire_leases()
+        faults.pull_gate.set()
         run(d, "d1")
-        assert d.received == {"d1"}
+        assert d.report.failed["d1"].startswith("release: P had given the blocks up")
 
     def test_failed_pull_is_reported_and_the_next_one_works(
-        self, p: Rank, d: Rank, datadist: FakeDataDist
+        self, p: Prefill, d: Rank, datadist: FakeDataDist
     ) -> None:
-        faults = datadist.faults(p.endpoint.cluster_id)
+        faults = datadist.faults(p.rank.endpoint.cluster_id)
         faults.pull_status, faults.num_pull_failures = LLMStatusCode.LLM_TIMEOUT, 1
-        p.step(holds=[hold(1), hold(2)])
-        d.step(pulls=[pull(p.endpoint, 1, 1)])
+        d.step(pulls=[p.hold(1)])
         run(d, "d1")
-        d.step(pulls=[pull(p.endpoint, 2, 2)])
+        d.step(pulls=[p.hold(2)])
         run(d, "d2")
         assert (d.failed, d.received) == ({"d1"}, {"d2"})
         assert "LLM_TIMEOUT" in d.report.failed["d1"]
 
     def test_dead_peer_s_successor_is_another_cluster_and_served(
-        self, p: Rank, d: Rank, make_rank: Callable[..., Rank]
+        self, p: Prefill, d: Rank, make_p: Callable[[int], Prefill]
     ) -> None:
-        p.step(holds=[hold()])
-        job = pull(p.endpoint, 1)
-        p.worker.shutdown()
+        job = p.hold(1)
+        p.close()
         d.step(pulls=[job])
         run(d, "d1")
         assert d.failed == {"d1"}
-        successor = make_rank("kv_producer", 200)
-        assert successor.endpoint.cluster_id != job.workers[0].cluster_id
-        successor.step(holds=[hold()])
-        d.step(pulls=[pull(successor.endpoint, 2)])
+        successor = make_p(200)
+        assert successor.rank.endpoint.cluster_id != job.workers[0].cluster_id
+        d.step(pulls=[successor.hold(2)])
         run(d, "d2")
         assert d.blocks()[0][4:6] == [202, 201]
 
-    def test_one_stopped_peer_does_not_delay_another(
-        self, p: Rank, d: Rank, make_rank: Callable[..., Rank], datadist: FakeDataDist
+    def test_release_that_reaches_another_scheduler_fails_the_request(
+        self, p: Prefill, d: Rank, make_p: Callable[[int], Prefill]
     ) -> None:
-        other = make_rank("kv_producer", 200)
-        gate = datadist.faults(p.endpoint.cluster_id).pull_gate = threading.Event()
-        for producer in (p, other):
-            producer.step(holds=[hold()])
-        d.step(pulls=[pull(p.endpoint, 1), pull(other.endpoint, 2)])
+        """P's scheduler was restarted at its port, and numbers its leases from 1 again."""
+        job = p.hold(1)
+        successor = make_p(200)
+        successor.hold(1)
+        job.control_address = ("127.0.0.1", successor.server.port)
+        d.step(pulls=[job])
+        run(d, "d1")
+        assert d.report.failed["d1"].startswith("release: P was restarted")
+        assert successor.producer.num_leases == 1
+
+    def test_one_stopped_peer_does_not_delay_another(
+        self, p: Prefill, d: Rank, make_p: Callable[[int], Prefill], datadist: FakeDataDist
+    ) -> None:
+        other = make_p(200)
+        gate = datadist.faults(p.rank.endpoint.cluster_id).pull_gate = threading.Event()
+        d.step(pulls=[p.hold(1), other.hold(2)])
         run(d, "d2")
         assert d.reported == {"d2"}
         gate.set()
         run(d, "d1")
 
     def test_aborted_request_is_reported_when_its_copy_has_ended_not_before(
-        self, p: Rank, d: Rank, datadist: FakeDataDist
+        self, p: Prefill, d: Rank, datadist: FakeDataDist
     ) -> None:
-        faults = datadist.faults(p.endpoint.cluster_id)
+        faults = datadist.faults(p.rank.endpoint.cluster_id)
         faults.pull_gate = threading.Event()
-        p.step(holds=[hold()])
-        d.step(pulls=[pull(p.endpoint)])
+        d.step(pulls=[p.hold(1)])
         assert faults.pull_started.wait(PATIENCE_S)
         d.step(cancels=["d1"])
         for _ in range(5):
@@ -132,7 +156,7 @@ class TestPull:
         assert d.received == {"d1"}
 
     def test_one_fence_per_step_with_pulls_goes_to_every_job(
-        self, p: Rank, d: Rank, monkeypatch: pytest.MonkeyPatch
+        self, p: Prefill, d: Rank, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         fences: list[threading.Event] = []
 
@@ -142,9 +166,8 @@ class TestPull:
 
         assert d.worker._engine is not None
         monkeypatch.setattr(d.worker._engine, "record_fence", record)
-        p.step(holds=[hold(1), hold(2)])
         d.step()
-        d.step(pulls=[pull(p.endpoint, 1, 1), pull(p.endpoint, 2, 2)])
+        d.step(pulls=[p.hold(1), p.hold(2)])
         assert len(fences) == 1
         before = d.blocks()
         for _ in range(5):
@@ -155,42 +178,37 @@ class TestPull:
         assert d.received == {"d1", "d2"}
 
 
-class TestReleaseServer:
-    @pytest.mark.parametrize(
-        ("change", "is_junk"),
-        [({"cluster_id": 5}, True), ({"secret": "guess"}, False), ({"production": 1}, False)],
-        ids=["another cluster", "wrong secret", "good"],
-    )
-    def test_release_is_answered_by_what_it_proves(
-        self, p: Rank, change: dict[str, Any], is_junk: bool
+class TestPrefillRank:
+    def test_p_rank_has_no_thread_of_the_connector(self, p: Prefill, d: Rank) -> None:
+        """Its engine answers pulls by itself, and its scheduler the releases."""
+        d.step(pulls=[p.hold(1)])
+        run(d, "d1")
+        names = [thread.name for thread in threading.enumerate()]
+        peer = f"llmdd-peer-{p.rank.endpoint.cluster_id:x}"
+        assert [name for name in names if name.startswith("llmdd-")] == [peer]
+
+    def test_sent_prompts_are_digested_as_p_s_side(
+        self, make_rank: Callable[..., Rank], tmp_path: Path
     ) -> None:
-        p.step(holds=[hold()])
-        fields = {"cluster_id": p.endpoint.cluster_id, "claim_id": 1, "production": 1}
-        good: dict[str, Any] = {**fields, "secret": SECRET}
-        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        dealer = context.socket(zmq.DEALER)
-        dealer.connect(f"tcp://127.0.0.1:{p.endpoint.control_port}")
-        dealer.send(encode(Release(**{**good, **change})))
-        dealer.send(encode(Release(**{**good, "claim_id": 2})))
-        answers = []
-        for _ in range(1 if is_junk else 2):
-            assert dealer.poll(int(PATIENCE_S * 1000))
-            answer = decode(dealer.recv())
-            assert isinstance(answer, ReleaseAck)
-            answers.append((answer.claim_id, answer.valid))
-        is_good = change == {"production": 1}
-        assert answers == ([] if is_junk else [(1, is_good)]) + [(2, True)]
-        dealer.close(linger=0)
-        context.term()
+        rank = make_rank("kv_producer", 100, kv_digest=str(tmp_path))
+        rank.step(sent_prompts=[SentPrompt("p1", ((1, 2),))])
+        rank.worker.shutdown()
+        (written,) = tmp_path.rglob("*.jsonl")
+        lines = [json.loads(line) for line in written.read_text().splitlines()]
+        assert [(line["side"], line["transfer_id"], line["layer"]) for line in lines] == [
+            ("send", "p1", "a"),
+            ("send", "p1", "b"),
+        ]
+        assert rank.worker.take_report() is None
 
 
 class TestRegistration:
-    def test_only_a_producer_has_an_endpoint(self, p: Rank, d: Rank) -> None:
-        assert p.endpoint.engine_port
+    def test_only_a_producer_has_an_endpoint(self, p: Prefill, d: Rank) -> None:
+        assert p.rank.endpoint.engine_port
         assert d.worker.handshake is not None
         assert d.worker.handshake.endpoint is None
-        assert p.worker.handshake is not None
-        assert p.worker.handshake.groups == d.worker.handshake.groups
+        assert p.rank.worker.handshake is not None
+        assert p.rank.worker.handshake.groups == d.worker.handshake.groups
 
     def test_tensor_on_a_device_is_refused_in_one_sentence(self, datadist: FakeDataDist) -> None:
         rank = Rank("kv_consumer", 0)

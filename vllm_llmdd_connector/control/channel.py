@@ -1,7 +1,7 @@
 """Sockets and threads of the control plane: ZMQ ROUTER where P listens, DEALER where D dials.
 
-All protocol decisions are elsewhere (``session.py``, ``Producer``, ``HeldLeases``); this file moves
-frames, bounds their size, and sleeps in ``poll`` when there is nothing to do.
+All protocol decisions are elsewhere (``session.py``, ``Producer``); this file moves frames, bounds
+their size, and sleeps in ``poll`` when there is nothing to do.
 """
 
 import os

@@ -1,10 +1,10 @@
 """Every message of the control plane, and the only encoder and decoder of them.
 
-Two conversations exist, both opened by D:
+D opens both kinds of conversation, always with P's scheduler:
 
-* scheduler to scheduler: ``Hello`` is answered by ``Welcome`` or ``Reject``; then ``Claim`` by
-  ``Grant`` or ``Gone``, ``Renew`` by ``Gone`` for each claim that is over, ``Drop`` by nothing.
-* worker rank to worker rank: ``Release`` is answered by ``ReleaseAck``.
+* D's scheduler says ``Hello``, answered by ``Welcome`` or ``Reject``; then ``Claim``, answered by
+  ``Grant`` or ``Gone``, ``Renew``, answered by ``Gone`` for each claim that is over, and ``Drop``.
+* Each worker rank of D says ``Release`` when it has read its blocks, answered by ``ReleaseAck``.
 
 A message of a session that the receiver does not know (it was restarted at the same address, and
 ZMQ reconnects silently) is answered by ``Unknown``. All of it is idempotent: a claim, a release and
@@ -32,16 +32,13 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class WorkerEndpoint(msgspec.Struct, frozen=True, kw_only=True):
-    """Where one worker rank of P can be reached."""
+    """Where the engine of one worker rank of P can be reached."""
 
     cluster_id: Annotated[int, msgspec.Meta(gt=0, lt=1 << 48)]
     """LLM-DataDist cluster of the rank."""
     host: str
-    """Of both ports."""
     engine_port: Port
     """What ``link_clusters`` dials."""
-    control_port: Port
-    """The rank's release channel."""
 
 
 class Hello(Message, frozen=True, kw_only=True):
@@ -106,11 +103,12 @@ class Drop(Message, frozen=True, kw_only=True):
 
 
 class Release(Message, frozen=True, kw_only=True):
-    """One rank of D has read the blocks and asks whether they were still held."""
+    """One rank of D has read the blocks and asks whether P held them until now."""
 
-    cluster_id: int
-    """The P rank that is meant; a restarted process at the same port is another one."""
+    session: int
     claim_id: int
+    rank: Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)]
+    """Tensor parallel rank of the reader; a claim is over when all ranks have released it."""
     production: int
     secret: str
 
@@ -119,7 +117,7 @@ class ReleaseAck(Message, frozen=True, kw_only=True):
     claim_id: int
     production: int
     valid: bool
-    """Whether this rank had not yet reported the blocks as free."""
+    """Whether the blocks were still held, and so during the whole read."""
 
 
 AnyMessage = (

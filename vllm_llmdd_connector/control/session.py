@@ -61,6 +61,7 @@ class Granted:
     """P holds the blocks for this claim."""
 
     claim_id: int
+    session: int
     block_ids: tuple[tuple[int, ...], ...]
     workers: tuple[WorkerEndpoint, ...]
 
@@ -240,7 +241,7 @@ class ClientSession:
         if claim is None or claim.granted:
             return Reaction()
         claim.granted = True
-        granted = Granted(message.claim_id, message.block_ids, self._workers)
+        granted = Granted(message.claim_id, self._session, message.block_ids, self._workers)
         return Reaction(outcomes=[granted])
 
     def _advance(self, now_s: float) -> Reaction:

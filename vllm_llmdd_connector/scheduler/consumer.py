@@ -328,6 +328,8 @@ class Consumer:
             claim_id=entry.claim_id,
             production=ticket.production,
             secret=ticket.secret,
+            control_address=ticket.address,
+            session=granted.session,
             workers=granted.workers,
             groups=groups,
             loaded_blocks=loaded_blocks,

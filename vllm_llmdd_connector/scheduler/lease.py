@@ -5,13 +5,12 @@ ends leases while the control thread answers claims. A lease may be claimed more
 ``n`` children of one request at D carry the same ticket, and a proxy may try another D. It ends
 when
 
-* every claim on it was released by all ranks, dropped, or expired, or
+* every claim on it was released by all of D's ranks, dropped, or expired, or
 * nobody claimed it within ``lease_s``, or
 * ``max_lease_s`` has passed.
 
-Ended means: the workers are told, report the blocks as sent, and vLLM frees them. Until a worker
-has reported, it confirms releases; afterwards it refuses them. So the reader always learns the
-truth.
+Ended means that the scheduling thread may free the blocks. A release is confirmed while its lease
+has not ended and refused afterwards, so the reader always learns the truth.
 """
 
 import heapq
@@ -33,7 +32,7 @@ class ClaimState:
     """One D request's hold on a lease."""
 
     deadline_s: float
-    ranks_released: int = 0
+    ranks_released: set[int] = field(default_factory=set)
 
 
 @dataclass(slots=True)
@@ -46,11 +45,13 @@ class Lease:
     prompt_hash: str
     block_ids: tuple[tuple[int, ...], ...]
     """Blocks of the prompt per KV cache group, from position 0."""
-    held_blocks: frozenset[int]
-    """All blocks that stay allocated for it, those of generated tokens too."""
+    held_blocks: tuple[int, ...]
+    """The distinct blocks among them, in the order of the prompt."""
     opened_s: float
     deadline_s: float
     claims: dict[int, ClaimState] = field(default_factory=dict)
+    confirmed: set[tuple[int, int]] = field(default_factory=set)
+    """Claim and rank of each confirmed release: a repeated one gets the same answer."""
     end: LeaseEnd | None = None
 
 
@@ -64,7 +65,6 @@ class LeaseTable:
         self._last_production = 0
         self._leases: dict[int, Lease] = {}
         self._claims: dict[int, int] = {}
-        self._by_request: dict[str, int] = {}
         self._expiry: list[tuple[float, int]] = []
         self._ended: list[Lease] = []
         self._holders: Counter[int] = Counter()
@@ -77,14 +77,9 @@ class LeaseTable:
         """Blocks of the cache that some lease holds; a block of several leases counts once."""
         return len(self._holders)
 
-    def num_not_held(self, blocks: frozenset[int]) -> int:
+    def num_not_held(self, blocks: Sequence[int]) -> int:
         """How many of ``blocks`` no lease holds yet."""
         return sum(1 for block in blocks if block not in self._holders)
-
-    @property
-    def last_production(self) -> int:
-        """Number of the newest lease; workers use it to tell a new lease from a forgotten one."""
-        return self._last_production
 
     def open(
         self,
@@ -92,7 +87,7 @@ class LeaseTable:
         secret: str,
         prompt_hash: str,
         block_ids: Sequence[Sequence[int]],
-        held_blocks: frozenset[int],
+        held_blocks: tuple[int, ...],
         now_s: float,
     ) -> Lease:
         """Hold a finished prompt's blocks from now on."""
@@ -108,7 +103,6 @@ class LeaseTable:
             deadline_s=now_s + min(self._lease_s, self._max_lease_s),
         )
         self._leases[lease.production] = lease
-        self._by_request[request_id] = lease.production
         self._holders.update(held_blocks)
         heapq.heappush(self._expiry, (lease.deadline_s, lease.production))
         return lease
@@ -148,15 +142,22 @@ class LeaseTable:
         if lease is not None:
             self._close_claim(lease, claim_id)
 
-    def released_by_ranks(self, claim_id: int, num_ranks: int) -> None:
-        """``num_ranks`` more ranks of P have confirmed this claim's release."""
-        lease = self._leases.get(self._claims.get(claim_id, 0))
-        if lease is None or lease.end is not None:
-            return
-        claim = lease.claims[claim_id]
-        claim.ranks_released += num_ranks
-        if claim.ranks_released >= self._num_ranks:
-            self._close_claim(lease, claim_id)
+    def release(self, production: int, secret: str, claim_id: int, rank: int) -> bool:
+        """A rank of D has read the blocks. Returns whether they were held until now."""
+        lease = self._leases.get(production)
+        if lease is None or lease.secret != secret:
+            return False
+        if (claim_id, rank) in lease.confirmed:
+            return True
+        if lease.end is not None:
+            return False
+        lease.confirmed.add((claim_id, rank))
+        claim = lease.claims.get(claim_id)
+        if claim is not None:
+            claim.ranks_released.add(rank)
+            if len(claim.ranks_released) >= self._num_ranks:
+                self._close_claim(lease, claim_id)
+        return True
 
     def take_ended(self, now_s: float) -> list[Lease]:
         """The leases that ended since the last call; each is returned once."""
@@ -168,19 +169,15 @@ class LeaseTable:
         ended, self._ended = self._ended, []
         return ended
 
-    def forget(self, request_id: str) -> Lease | None:
-        """vLLM has freed the request's blocks."""
-        production = self._by_request.pop(request_id, None)
-        if production is None:
-            return None
-        lease = self._leases.pop(production)
+    def forget(self, lease: Lease) -> None:
+        """The blocks of an ended lease have been freed."""
+        del self._leases[lease.production]
         for claim_id in lease.claims:
             self._claims.pop(claim_id, None)
         for block in lease.held_blocks:
             self._holders[block] -= 1
             if not self._holders[block]:
                 del self._holders[block]
-        return lease
 
     def _live(self, production: int, secret: str) -> Lease | None:
         lease = self._leases.get(production)

@@ -2,6 +2,11 @@
 
 Called by the scheduling thread (hooks) and by the control thread (``handle``); one lock guards the
 lease table. Neither side waits for anything while holding it.
+
+A lease holds its blocks by references of its own in vLLM's block pool, not by delaying the end of
+the request: vLLM keeps stepping an engine whose finished requests wait, and its processes would
+spin for as long as any lease lives. References are taken and given back on the scheduling thread
+only; the blocks of an ended lease come back at the next hook.
 """
 
 import threading
@@ -21,6 +26,8 @@ from vllm_llmdd_connector.control.messages import (
     Hello,
     Message,
     Reject,
+    Release,
+    ReleaseAck,
     Renew,
     Unknown,
     Welcome,
@@ -30,7 +37,7 @@ from vllm_llmdd_connector.control.messages import (
 from vllm_llmdd_connector.errors import RemoteProtocolError
 from vllm_llmdd_connector.ids import new_claim_id, new_secret
 from vllm_llmdd_connector.log import get_logger
-from vllm_llmdd_connector.metadata import Hold, StepMessage
+from vllm_llmdd_connector.metadata import SentPrompt, StepMessage
 from vllm_llmdd_connector.metrics import TransferStats
 from vllm_llmdd_connector.params import (
     Ticket,
@@ -42,6 +49,7 @@ from vllm_llmdd_connector.scheduler.block_map import NULL_BLOCK, prompt_blocks
 from vllm_llmdd_connector.scheduler.lease import Lease, LeaseEnd, LeaseTable
 
 if TYPE_CHECKING:
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.request import Request
 
 logger = get_logger(__name__)
@@ -78,7 +86,8 @@ class Producer:
         self._session = new_claim_id()
         self._lock = threading.Lock()
         self._leases = LeaseTable(config.lease_s, config.max_lease_s, num_ranks)
-        self._new_holds: list[Hold] = []
+        self._block_pool: BlockPool | None = None
+        self._sent_prompts: list[SentPrompt] = []
         self._fingerprint: Fingerprint | None = None
         self._logged_refusals: set[str] = set()
         self._workers: tuple[WorkerEndpoint, ...] = ()
@@ -88,6 +97,10 @@ class Producer:
         self._fingerprint = fingerprint
         self._workers = workers
 
+    def bind_block_pool(self, block_pool: "BlockPool") -> None:
+        """vLLM's blocks with their reference counts; given once, before the first request."""
+        self._block_pool = block_pool
+
     @property
     def num_leases(self) -> int:
         return len(self._leases)
@@ -95,11 +108,23 @@ class Producer:
     def request_finished(
         self, request: "Request", block_ids: Sequence[Sequence[int]]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Hold the prompt's blocks and return the params for D, or (False, None)."""
+        """Hold the prompt's blocks and return the params for D, or (False, None).
+
+        The first value is always False: vLLM may end the request, the lease has its own references.
+        """
         if not wants_remote_decode(request.kv_transfer_params):
             return False, None
         if request.status.name not in _HANDED_OVER:
             return False, None
+        if self._block_pool is None:
+            self._stats.count("not_handed_over")
+            logger.warning(
+                "request %s: not handed over, vLLM has not bound its block pool; does a wrapping "
+                "connector forward bind_gpu_block_pool?",
+                request.request_id,
+            )
+            return False, None
+        self.free_ended()
         prompt_id = request_prompt_hash(request)
         if prompt_id is None:
             self._stats.count("not_handed_over")
@@ -109,21 +134,22 @@ class Producer:
             )
             return False, None
         blocks = prompt_blocks(block_ids, self._block_sizes, request.num_prompt_tokens)
-        held_blocks = frozenset(chain.from_iterable(block_ids)) - {NULL_BLOCK}
+        held_blocks = tuple(dict.fromkeys(chain.from_iterable(blocks)))
+        held_blocks = tuple(block for block in held_blocks if block != NULL_BLOCK)
         if not held_blocks:
             return False, None
         with self._lock:
             lease = self._open_lease(request.request_id, prompt_id, blocks, held_blocks)
         if lease is None:
             return False, None
-        return True, self._params(lease, request.num_prompt_tokens)
+        return False, self._params(lease, request.num_prompt_tokens)
 
     def _open_lease(
         self,
         request_id: str,
         prompt_id: str,
         blocks: tuple[tuple[int, ...], ...],
-        held_blocks: frozenset[int],
+        held_blocks: tuple[int, ...],
     ) -> Lease | None:
         held = self._leases.num_held_blocks
         needed = held + self._leases.num_not_held(held_blocks)
@@ -140,8 +166,10 @@ class Producer:
         lease = self._leases.open(
             request_id, new_secret(), prompt_id, blocks, held_blocks, self._clock()
         )
-        digest_blocks = blocks if self._config.kv_digest else ()
-        self._new_holds.append(Hold(lease.production, request_id, lease.secret, digest_blocks))
+        pool = self._pool
+        pool.touch([pool.blocks[block] for block in held_blocks])
+        if self._config.kv_digest:
+            self._sent_prompts.append(SentPrompt(request_id, blocks))
         self._stats.count("leases_opened")
         return lease
 
@@ -158,16 +186,28 @@ class Producer:
         )
         return response_params(ticket, self._engine_id, lease.block_ids)
 
-    def fill(self, step: StepMessage) -> None:
-        """Add new and ended leases to the step message."""
+    @property
+    def _pool(self) -> "BlockPool":
+        assert self._block_pool is not None, "vLLM has not bound its block pool"
+        return self._block_pool
+
+    def free_ended(self) -> None:
+        """Give the blocks of ended leases back to vLLM; scheduling thread."""
         if not len(self._leases):
             return
         with self._lock:
-            step.holds, self._new_holds = self._new_holds, []
             ended = self._leases.take_ended(self._clock())
+            for lease in ended:
+                self._leases.forget(lease)
         for lease in ended:
-            step.ended.append(lease.production)
+            # The end of a prompt is worth least to others: it is to be evicted first.
+            self._pool.free_blocks([self._pool.blocks[b] for b in reversed(lease.held_blocks)])
             self._log_end(lease)
+
+    def fill(self, step: StepMessage) -> None:
+        """Add what the workers have to digest to the step message."""
+        if self._sent_prompts:
+            step.sent_prompts, self._sent_prompts = self._sent_prompts, []
 
     def _log_end(self, lease: Lease) -> None:
         assert lease.end is not None
@@ -183,32 +223,23 @@ class Producer:
                 self._control_port,
             )
 
-    def on_released(self, released: dict[int, int]) -> None:
-        """Ranks have confirmed releases."""
-        with self._lock:
-            for claim_id, num_ranks in released.items():
-                self._leases.released_by_ranks(claim_id, num_ranks)
-
-    def on_sent(self, request_ids: set[str]) -> None:
-        """vLLM is about to free the blocks of these requests."""
-        with self._lock:
-            for request_id in request_ids:
-                self._leases.forget(request_id)
-
     def handle(self, message: AnyMessage, reply: Callable[[Message], None]) -> None:
         """Answer one message of a D scheduler; control thread."""
         match message:
             case Hello():
                 reply(self._on_hello(message))
-            case Claim(session=session) | Renew(session=session) | Drop(session=session):
+            case (
+                Claim(session=session)
+                | Renew(session=session)
+                | Drop(session=session)
+                | Release(session=session)
+            ):
                 if session != self._session:
                     reply(Unknown(session=session))
                 else:
                     self._on_session_message(message, reply)
             case _:
-                raise RemoteProtocolError(
-                    f"{type(message).__name__} is not for a prefill scheduler"
-                )
+                raise RemoteProtocolError(f"{type(message).__name__} is not for a prefill server")
 
     def _on_hello(self, message: Hello) -> Message:
         assert self._fingerprint is not None
@@ -239,7 +270,7 @@ class Producer:
         return Reject(reason=problem)
 
     def _on_session_message(
-        self, message: Claim | Renew | Drop, reply: Callable[[Message], None]
+        self, message: Claim | Renew | Drop | Release, reply: Callable[[Message], None]
     ) -> None:
         now_s = self._clock()
         with self._lock:
@@ -252,6 +283,8 @@ class Producer:
                             reply(Gone(claim_id=claim_id, reason="the lease has ended"))
                 case Drop():
                     self._leases.drop(message.production, message.secret, message.claim_id)
+                case Release():
+                    reply(self._released(message))
 
     def _claimed(self, message: Claim, now_s: float) -> Message:
         result = self._leases.claim(
@@ -260,3 +293,9 @@ class Producer:
         if isinstance(result, str):
             return Gone(claim_id=message.claim_id, reason=result)
         return Grant(claim_id=message.claim_id, block_ids=result.block_ids)
+
+    def _released(self, message: Release) -> Message:
+        is_held = self._leases.release(
+            message.production, message.secret, message.claim_id, message.rank
+        )
+        return ReleaseAck(claim_id=message.claim_id, production=message.production, valid=is_held)

@@ -21,6 +21,7 @@ from vllm_llmdd_connector.scheduler.producer import Producer
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
@@ -104,7 +105,13 @@ class SchedulerConnector:
                 self._stats,
             )
 
+    def bind_block_pool(self, block_pool: "BlockPool") -> None:
+        if self._producer is not None:
+            self._producer.bind_block_pool(block_pool)
+
     def on_new_request(self, request: "Request") -> None:
+        if self._producer is not None:
+            self._producer.free_ended()
         if self._consumer is not None:
             self._consumer.on_new_request(request)
             if self._producer is None and not wants_remote_prefill(request.kv_transfer_params):
@@ -130,22 +137,20 @@ class SchedulerConnector:
     def build_connector_meta(self) -> StepMessage:
         step = StepMessage()
         if self._producer is not None:
+            self._producer.free_ended()
             self._producer.fill(step)
         if self._consumer is not None:
             self._consumer.fill(step)
         return step
 
     def update_connector_output(self, output: "KVConnectorOutput") -> None:
+        if self._consumer is None:
+            return
         report = output.kv_connector_worker_meta
         if isinstance(report, WorkerReport):
-            if self._producer is not None and report.released:
-                self._producer.on_released(report.released)
-            if self._consumer is not None and report.failed:
-                self._consumer.on_failed(report.failed)
-        if self._consumer is not None and output.finished_recving:
+            self._consumer.on_failed(report.failed)
+        if output.finished_recving:
             self._consumer.on_received(output.finished_recving)
-        if self._producer is not None and output.finished_sending:
-            self._producer.on_sent(output.finished_sending)
 
     def request_finished(
         self, request: "Request", block_ids: Sequence[Sequence[int]]

@@ -1,1 +1,1 @@
-"""Worker side: registration, links, pulls, lease confirmations. One instance per rank."""
+"""Worker side: registration, links, pulls, releases. One instance per rank."""

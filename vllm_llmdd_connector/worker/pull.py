@@ -18,7 +18,13 @@ import zmq
 
 from vllm_llmdd_connector.config import ConnectorConfig
 from vllm_llmdd_connector.control.channel import Dialer, Wake
-from vllm_llmdd_connector.control.messages import Release, ReleaseAck, WorkerEndpoint
+from vllm_llmdd_connector.control.messages import (
+    AnyMessage,
+    Release,
+    ReleaseAck,
+    Unknown,
+    WorkerEndpoint,
+)
 from vllm_llmdd_connector.errors import LinkError, TransferError
 from vllm_llmdd_connector.layout.kv_layout import CachePlan
 from vllm_llmdd_connector.log import get_logger
@@ -55,6 +61,7 @@ class PullContext:
     stats: TransferStats
     digests: DigestLog | None
     zmq_context: "zmq.Context[zmq.Socket[bytes]]"
+    tp_rank: int
 
 
 @dataclass(slots=True)
@@ -69,16 +76,18 @@ class _Pull:
 
 
 class PeerThread:
-    """All of one D rank's dealings with one P rank."""
+    """All of one D rank's dealings with one P rank, and with that P's control channel."""
 
     def __init__(
         self,
         context: PullContext,
         endpoint: WorkerEndpoint,
+        control_address: tuple[str, int],
         on_end: Callable[["PeerThread"], None],
     ) -> None:
         self._context = context
         self.endpoint = endpoint
+        self._control_address = control_address
         self._on_end = on_end
         self._queue: deque[_Pull] = deque()
         self._awaiting: dict[int, _Pull] = {}
@@ -133,7 +142,7 @@ class PeerThread:
         self._end(reason)
 
     def _dial(self) -> Dialer:
-        return Dialer(self._context.zmq_context, self.endpoint.host, self.endpoint.control_port)
+        return Dialer(self._context.zmq_context, *self._control_address)
 
     def _serve(self, dialer: Dialer) -> str:
         """Until the peer is lost or the worker stops; returns why."""
@@ -145,10 +154,8 @@ class PeerThread:
             self._wake.clear()
             self._receive_acks(dialer)
             if dialer.was_lost():
-                return (
-                    f"the control connection to {self.endpoint.host}:{self.endpoint.control_port} "
-                    "was refused or lost"
-                )
+                host, port = self._control_address
+                return f"the control connection to {host}:{port} was refused or lost"
             self._check_acks(dialer)
             if self._queue:
                 self._serve_next(dialer)
@@ -256,8 +263,9 @@ class PeerThread:
     def _send_release(self, pull: _Pull, dialer: Dialer, now_s: float) -> None:
         pull.sent_s = now_s
         message = Release(
-            cluster_id=self.endpoint.cluster_id,
+            session=pull.job.session,
             claim_id=pull.job.claim_id,
+            rank=self._context.tp_rank,
             production=pull.job.production,
             secret=pull.job.secret,
         )
@@ -268,8 +276,17 @@ class PeerThread:
         if num_junk:
             self._context.stats.count("junk_messages", num_junk)
         for message in messages:
-            if isinstance(message, ReleaseAck):
+            self._on_message(message)
+
+    def _on_message(self, message: AnyMessage) -> None:
+        match message:
+            case ReleaseAck():
                 self._on_ack(message)
+            case Unknown():
+                for pull in list(self._awaiting.values()):
+                    if pull.job.session == message.session:
+                        del self._awaiting[pull.job.claim_id]
+                        self._fail(pull, "release", "P was restarted while its blocks were read")
 
     def _on_ack(self, ack: ReleaseAck) -> None:
         pull = self._awaiting.get(ack.claim_id)

@@ -1,31 +1,33 @@
 """The worker-side connector: vLLM's hooks of one rank.
 
 The hooks run on the worker's main thread and never wait for a peer: pulls are queued for their
-peer's thread, releases are answered by the release server's thread, and results are picked up once
-per step.
+peer's thread, and results are picked up once per step. P's worker has nothing to do in a step: its
+engine answers pulls by itself, its scheduler confirms them.
 """
 
 import threading
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import zmq
 
 from vllm_llmdd_connector.config import ConnectorConfig
-from vllm_llmdd_connector.control.channel import Server
-from vllm_llmdd_connector.control.messages import AnyMessage, Message, Release, WorkerEndpoint
-from vllm_llmdd_connector.errors import RemoteProtocolError
+from vllm_llmdd_connector.control.messages import WorkerEndpoint
 from vllm_llmdd_connector.ids import cluster_id, new_instance
 from vllm_llmdd_connector.layout.groups import Group, transfer_groups
 from vllm_llmdd_connector.layout.kv_layout import CachePlan, group_geometry, plan_caches
 from vllm_llmdd_connector.log import get_logger
-from vllm_llmdd_connector.metadata import PullJob, StepMessage, WorkerHandshake, WorkerReport
+from vllm_llmdd_connector.metadata import (
+    PullJob,
+    SentPrompt,
+    StepMessage,
+    WorkerHandshake,
+    WorkerReport,
+)
 from vllm_llmdd_connector.metrics import LlmddStats, TransferStats
 from vllm_llmdd_connector.worker.backend import Fence, choose_backend
 from vllm_llmdd_connector.worker.completion import Completions, Drained
 from vllm_llmdd_connector.worker.digest import DigestLog
 from vllm_llmdd_connector.worker.engine import DataDistEngine
-from vllm_llmdd_connector.worker.held_leases import HeldLeases
 from vllm_llmdd_connector.worker.pull import PeerThread, PullContext
 
 if TYPE_CHECKING:
@@ -56,7 +58,6 @@ class WorkerConnector:
         self._num_blocks = kv_cache_config.num_blocks
         self._stats = TransferStats()
         self._completions = Completions()
-        self._held = HeldLeases()
         self._digests = (
             DigestLog(config.kv_digest, self._role, tp_rank) if config.kv_digest else None
         )
@@ -65,10 +66,8 @@ class WorkerConnector:
         self._peers_lock = threading.Lock()
         self._plans: list[CachePlan] = []
         self._engine: DataDistEngine | None = None
-        self._server: Server | None = None
         self._handshake: WorkerHandshake | None = None
         self._pull_context: PullContext | None = None
-        self._sent: set[str] = set()
         self._failed: dict[str, str] = {}
         self._failed_blocks: set[int] = set()
 
@@ -87,10 +86,9 @@ class WorkerConnector:
         self._engine = DataDistEngine(
             self._config, backend, own_cluster, self._plans, self._is_producer
         )
-        endpoint = self._open_endpoint(self._engine) if self._is_producer else None
         self._handshake = WorkerHandshake(
             tp_rank=self._tp_rank,
-            endpoint=endpoint,
+            endpoint=self._endpoint(self._engine) if self._is_producer else None,
             groups=tuple(
                 group_geometry(
                     group.kind, group.block_size, group.layers, kv_caches, self._num_blocks
@@ -106,6 +104,7 @@ class WorkerConnector:
             stats=self._stats,
             digests=self._digests,
             zmq_context=self._zmq_context,
+            tp_rank=self._tp_rank,
         )
         self._log_registration(own_cluster)
 
@@ -117,12 +116,8 @@ class WorkerConnector:
         """Take over a step's orders; before its forward."""
         if step.is_empty:
             return
-        if step.holds:
-            if self._digests is not None:
-                self._digest_holds(step)
-            self._held.hold(step.holds)
-        if step.ended:
-            self._sent |= self._held.end(step.ended)
+        for prompt in step.sent_prompts:
+            self._digest(prompt)
         for request_id in step.cancels:
             self._completions.cancel(request_id)
         if step.pulls:
@@ -131,15 +126,14 @@ class WorkerConnector:
             for job in step.pulls:
                 self._start_pull(job, fence)
 
-    def poll(self) -> tuple[set[str], Drained]:
-        """Requests to report: sent by P, and received or failed at D. Each is returned once."""
-        sent, self._sent = self._sent, set()
+    def poll(self) -> Drained:
+        """Requests to report as received or failed. Each is returned once."""
         drained = self._completions.drain()
         if drained is None:
-            return sent, Drained()
+            return Drained()
         self._failed.update(drained.failed)
         self._failed_blocks |= drained.failed_blocks
-        return sent, drained
+        return drained
 
     def take_failed_blocks(self) -> set[int]:
         """Blocks of the requests that ``poll`` returned as failed; for vLLM before 0.30."""
@@ -148,11 +142,10 @@ class WorkerConnector:
 
     def take_report(self) -> WorkerReport | None:
         """What the scheduler side learns beyond vLLM's own reports; None in most steps."""
-        released = self._held.take_released()
-        if not released and not self._failed:
+        if not self._failed:
             return None
         failed, self._failed = self._failed, {}
-        return WorkerReport(released=released, failed=failed)
+        return WorkerReport(failed=failed)
 
     def take_stats(self) -> LlmddStats | None:
         return self._stats.take()
@@ -161,38 +154,15 @@ class WorkerConnector:
         """Stop all threads and give the memory registrations back; idempotent."""
         for peer in list(self._peers.values()):
             peer.close()
-        if self._server is not None:
-            self._server.close()
         if self._engine is not None:
             self._engine.close()
             self._engine = None
         self._zmq_context.term()
 
-    def _open_endpoint(self, engine: DataDistEngine) -> WorkerEndpoint:
-        self._server = Server(
-            "llmdd-release-server",
-            self._config.host,
-            0,
-            lambda: self._stats.count("junk_messages"),
-        )
-        self._server.start(self._on_message)
+    def _endpoint(self, engine: DataDistEngine) -> WorkerEndpoint:
         return WorkerEndpoint(
-            cluster_id=engine.cluster_id,
-            host=self._config.host,
-            engine_port=engine.listen_port,
-            control_port=self._server.port,
+            cluster_id=engine.cluster_id, host=self._config.host, engine_port=engine.listen_port
         )
-
-    def _on_message(self, message: AnyMessage, reply: Callable[[Message], None]) -> None:
-        """Release server's thread."""
-        if not isinstance(message, Release):
-            raise RemoteProtocolError(f"{type(message).__name__} is not for a prefill worker")
-        assert self._engine is not None
-        if message.cluster_id != self._engine.cluster_id:
-            raise RemoteProtocolError(
-                f"Release is for cluster {message.cluster_id:x}, not this one"
-            )
-        self._held.on_release(message, reply)
 
     def _start_pull(self, job: PullJob, fence: Fence | None) -> None:
         self._completions.expect(job.request_id, job.loaded_blocks)
@@ -201,7 +171,9 @@ class WorkerConnector:
         with self._peers_lock:
             peer = self._peers.get(endpoint.cluster_id)
             if peer is None or not peer.submit(job, fence):
-                peer = PeerThread(self._pull_context, endpoint, self._on_peer_end)
+                peer = PeerThread(
+                    self._pull_context, endpoint, job.control_address, self._on_peer_end
+                )
                 self._peers[endpoint.cluster_id] = peer
                 peer.submit(job, fence)
                 peer.start()
@@ -212,12 +184,11 @@ class WorkerConnector:
             if self._peers.get(peer.endpoint.cluster_id) is peer:
                 del self._peers[peer.endpoint.cluster_id]
 
-    def _digest_holds(self, step: StepMessage) -> None:
+    def _digest(self, prompt: SentPrompt) -> None:
         assert self._digests is not None
-        for hold in step.holds:
-            for plan in self._plans:
-                ids = hold.block_ids[plan.group_index]
-                self._digests.write("send", hold.request_id, hold.request_id, plan, 0, ids)
+        for plan in self._plans:
+            ids = prompt.block_ids[plan.group_index]
+            self._digests.write("send", prompt.request_id, prompt.request_id, plan, 0, ids)
 
     def _log_registration(self, own_cluster: int) -> None:
         num_regions = sum(len(plan.regions) for plan in self._plans)
