@@ -61,6 +61,7 @@ bench: ## the benchmarks: JSON lines on stdout, tables on stderr (10 min)
 	@$(SETUP) env project bench >&2
 	@$(BIN)/python benchmarks/bench_transfer.py $(BENCH_ARGS)
 	@$(BIN)/python benchmarks/bench_steps.py $(BENCH_ARGS)
+	@$(BIN)/python benchmarks/bench_datadist.py $(BENCH_ARGS)
 
 clean: ## remove build products and caches of tools; keeps .venv and .cache
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

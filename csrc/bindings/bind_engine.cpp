@@ -1,17 +1,16 @@
 // The HostEngine as a Python class: conversions and dropping the GIL, no logic.
 #include <nanobind/nanobind.h>
-#include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
-#include <memory>
 #include <tuple>
 
 #include "bindings/bind.h"
-#include "engine/host_engine.h"
+#include "bindings/convert.h"
+#include "bindings/py_engine.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -19,80 +18,11 @@ using namespace nb::literals;
 namespace llmdd::bindings {
 namespace {
 
-using Blocks = nb::ndarray<const uint64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-using RangeTuple = std::optional<std::pair<uint64_t, uint64_t>>;
-using ReleaseGil = nb::call_guard<nb::gil_scoped_release>;
-
-std::vector<uint64_t> to_vector(const Blocks& blocks) {
-  return {blocks.data(), blocks.data() + blocks.shape(0)};
-}
-
-std::optional<LayerRange> to_range(const RangeTuple& range) {
-  if (!range) return std::nullopt;
-  return LayerRange{range->first, range->second};
-}
-
-// kind, id, model id, row: see CacheRef.
-using RefTuple = std::tuple<uint8_t, uint64_t, uint64_t, uint64_t>;
-
-Remote to_remote(uint64_t cluster_id, const RefTuple& ref) {
-  auto [kind, id, model_id, row] = ref;
-  return {cluster_id, {static_cast<KeyKind>(kind), id, model_id, row}};
-}
-
-Layers to_layers(const RangeTuple& src, const RangeTuple& dst, uint32_t tensors_per_layer) {
-  return {to_range(src), to_range(dst), tensors_per_layer};
-}
-
-CacheSpec to_spec(std::vector<int64_t> shape, uint64_t element_bytes, bool remote_accessible,
-                  bool host_placed, std::vector<uint64_t> addrs) {
-  CacheSpec spec;
-  spec.shape = std::move(shape);
-  spec.element_bytes = element_bytes;
-  spec.remote_accessible = remote_accessible;
-  spec.host_placed = host_placed;
-  spec.tensor_addrs = std::move(addrs);
-  return spec;
-}
-
 std::vector<uint32_t> to_codes(const std::vector<Status>& statuses) {
   std::vector<uint32_t> codes;
   for (Status status : statuses) codes.push_back(static_cast<uint32_t>(status));
   return codes;
 }
-
-// Owns the engine, and abandons it in a forked child, where its threads do not exist.
-class PyEngine {
- public:
-  PyEngine(uint64_t cluster_id, bool remote_access, int64_t sync_kv_timeout_ms,
-           const std::string& listen_ip, uint16_t listen_port)
-      : engine_(std::make_unique<HostEngine>(EngineOptions{
-            cluster_id, remote_access, sync_kv_timeout_ms, listen_ip, listen_port})) {}
-
-  ~PyEngine() {
-    if (engine_->foreign()) {
-      abandon();
-    } else {
-      // A link thread that is logging needs the GIL before it can be joined.
-      nb::gil_scoped_release release;
-      engine_.reset();
-    }
-  }
-
-  HostEngine& get() { return *engine_; }
-
-  void finalize() {
-    if (!engine_->foreign()) engine_->finalize();
-  }
-
- private:
-  void abandon() {
-    static std::vector<HostEngine*> abandoned;  // reachable, so no leak checker reports it
-    abandoned.push_back(engine_.release());
-  }
-
-  std::unique_ptr<HostEngine> engine_;
-};
 
 std::vector<uint32_t> link(PyEngine& self,
                            const std::vector<std::tuple<uint64_t, std::string, uint16_t>>& targets,
@@ -131,16 +61,18 @@ void pull_blocks(PyEngine& self, uint64_t cluster_id, const RefTuple& ref, int64
 
 void push_blocks(PyEngine& self, uint64_t cluster_id, const RefTuple& ref, int64_t src_cache_id,
                  const Blocks& src_blocks, const Blocks& dst_blocks, const RangeTuple& src_layers,
-                 const RangeTuple& dst_layers, uint32_t tensors_per_layer) {
-  self.get().push_blocks(to_remote(cluster_id, ref), src_cache_id, to_vector(src_blocks),
+                 const RangeTuple& dst_layers, uint32_t tensors_per_layer, uint64_t token) {
+  self.get().push_blocks({cluster_id, to_ref(ref), token, {}}, src_cache_id, to_vector(src_blocks),
                          to_vector(dst_blocks),
                          to_layers(src_layers, dst_layers, tensors_per_layer));
 }
 
 void pull_cache(PyEngine& self, uint64_t cluster_id, const RefTuple& ref, int64_t dst_cache_id,
                 uint64_t batch_index, int64_t size, const RangeTuple& src_layers,
-                const RangeTuple& dst_layers, uint32_t tensors_per_layer) {
-  self.get().pull_cache(to_remote(cluster_id, ref), dst_cache_id, batch_index, size,
+                const RangeTuple& dst_layers, uint32_t tensors_per_layer,
+                std::optional<uint64_t> src_offset, std::optional<uint64_t> dst_offset) {
+  self.get().pull_cache(to_remote(cluster_id, ref), dst_cache_id,
+                        {batch_index, size, src_offset, dst_offset},
                         to_layers(src_layers, dst_layers, tensors_per_layer));
 }
 
@@ -154,9 +86,15 @@ void push_cache(PyEngine& self, uint64_t cluster_id, const RefTuple& ref, int64_
 }  // namespace
 
 void bind_engine(nb::module_& module) {
-  nb::class_<PyEngine>(module, "HostEngine")
-      .def(nb::init<uint64_t, bool, int64_t, const std::string&, uint16_t>(), "cluster_id"_a,
-           "remote_access"_a, "sync_kv_timeout_ms"_a, "listen_ip"_a, "listen_port"_a)
+  nb::class_<PyEngine> engine(module, "HostEngine");
+  bind_allocation(engine);
+  bind_members(engine);
+  engine
+      .def(nb::init<uint64_t, bool, int64_t, const std::string&, uint16_t, const PoolTuple&,
+                    const PoolTuple&, int64_t, uint32_t>(),
+           "cluster_id"_a, "remote_access"_a, "sync_kv_timeout_ms"_a, "listen_ip"_a,
+           "listen_port"_a, "device_pool"_a = nb::none(), "host_pool"_a = nb::none(),
+           "link_total_time_ms"_a = 120'000, "link_retries"_a = 1)
       .def("finalize", &PyEngine::finalize, ReleaseGil())
       .def_prop_ro("listen_port", [](PyEngine& self) { return self.get().listen_port(); })
       .def("register_cache", &register_cache, "shape"_a, "element_bytes"_a, "remote_accessible"_a,
@@ -179,7 +117,7 @@ void bind_engine(nb::module_& module) {
           "cluster_id"_a, ReleaseGil())
       .def("pull_cache", &pull_cache, "cluster_id"_a, "ref"_a, "dst_cache_id"_a, "batch_index"_a,
            "size"_a, "src_layers"_a.none(), "dst_layers"_a.none(), "tensors_per_layer"_a,
-           ReleaseGil())
+           "src_offset"_a = nb::none(), "dst_offset"_a = nb::none(), ReleaseGil())
       .def("pull_blocks", &pull_blocks, "cluster_id"_a, "ref"_a, "dst_cache_id"_a, "src_blocks"_a,
            "dst_blocks"_a, "src_layers"_a.none(), "dst_layers"_a.none(), "tensors_per_layer"_a,
            ReleaseGil())
@@ -188,7 +126,7 @@ void bind_engine(nb::module_& module) {
            ReleaseGil())
       .def("push_blocks", &push_blocks, "cluster_id"_a, "ref"_a, "src_cache_id"_a, "src_blocks"_a,
            "dst_blocks"_a, "src_layers"_a.none(), "dst_layers"_a.none(), "tensors_per_layer"_a,
-           ReleaseGil())
+           "token"_a = 0, ReleaseGil())
       .def(
           "inject_probe_errno",
           [](PyEngine& self, int error) { self.get().prober().inject_errno(error); }, "error"_a,

@@ -17,8 +17,11 @@ enum class Status : uint32_t {
   kAlreadyLink = 0x5010B008,
   kLinkFailed = 0x5010B009,
   kUnlinkFailed = 0x5010B00A,
+  kKeyExists = 0x5010B015,  // has no name in Python
+  kExistLink = 0x5010B018,
   kFeatureNotEnabled = 0x5010B019,
   kTimeout = 0x5010B01A,
+  kOutOfMemory = 0x5010B01C,
 };
 
 // What failed, with the identifiers, both values and the next step: the text reaches the user.

@@ -32,9 +32,8 @@ void guard_forks(int listener) {
 
 }  // namespace
 
-Acceptor::Acceptor(const std::string& ip, uint16_t port, const SignalFd& stop, Greet greet)
-    : stop_(stop),
-      greet_(std::move(greet)),
+Acceptor::Acceptor(const std::string& ip, uint16_t port, Greet greet)
+    : greet_(std::move(greet)),
       listener_(listen_tcp(ip, port)),
       port_(bound_port(listener_.get())) {
   guard_forks(listener_.get());
@@ -42,7 +41,10 @@ Acceptor::Acceptor(const std::string& ip, uint16_t port, const SignalFd& stop, G
 }
 
 Acceptor::~Acceptor() {
-  g_listener = -1;
+  stop_.set();
+  // A newer listener may have taken the place already.
+  int own = listener_.get();
+  g_listener.compare_exchange_strong(own, -1);
   thread_.join();
   for (Greeter& greeter : greeters_) greeter.thread.join();
 }
@@ -75,7 +77,7 @@ void Acceptor::start_greeter(UniqueFd tcp) {
   }
   Greeter& greeter = greeters_.emplace_back();
   greeter.thread = std::thread([this, &greeter, fd = std::move(tcp)]() mutable {
-    greet_(std::move(fd));
+    greet_(std::move(fd), stop_.fd());
     greeter.done = true;
   });
 }

@@ -16,14 +16,15 @@ namespace llmdd {
 
 class Acceptor {
  public:
-  using Greet = std::function<void(UniqueFd tcp)>;  // must not throw
+  // Must not throw, and must return soon after `stop_fd` has become readable.
+  using Greet = std::function<void(UniqueFd tcp, int stop_fd)>;
 
   // Listens at once; port 0 picks a free one. Throws Error(kFailed) when the address cannot be
   // used.
-  Acceptor(const std::string& ip, uint16_t port, const SignalFd& stop, Greet greet);
+  Acceptor(const std::string& ip, uint16_t port, Greet greet);
   Acceptor(const Acceptor&) = delete;
   Acceptor& operator=(const Acceptor&) = delete;
-  // Waits for its threads; `stop` must be set.
+  // Stops its threads and waits for them.
   ~Acceptor();
 
   uint16_t port() const { return port_; }
@@ -39,7 +40,7 @@ class Acceptor {
   void start_greeter(UniqueFd tcp);
   void reap();
 
-  const SignalFd& stop_;
+  const SignalFd stop_;
   const Greet greet_;
   UniqueFd listener_;
   uint16_t port_ = 0;

@@ -119,14 +119,12 @@ Introduce introduction(const Identity& self, const Nonce& token) {
   return {token, self.nonce, self.nonce_addr()};
 }
 
-Welcome exchange_hello(const Identity& self, const DialTarget& target, int tcp,
-                       const WaitLimit& limit) {
-  Hello hello{self.cluster_id, target.cluster_id, self.remote_access,
+Welcome exchange_hello(const Identity& self, uint64_t cluster_id, int tcp, const WaitLimit& limit) {
+  Hello hello{self.cluster_id, cluster_id, self.remote_access,
               static_cast<uint32_t>(limit.deadline.remaining_ms()), self.host};
   send_frame(tcp, MessageType::kHello, hello.encode(), limit);
   Welcome welcome = Welcome::decode(expect(tcp, MessageType::kWelcome, limit).payload);
-  check_id("the peer at this address has another cluster id", target.cluster_id,
-           welcome.cluster_id);
+  check_id("the peer at this address has another cluster id", cluster_id, welcome.cluster_id);
   check_mode(self.remote_access, welcome.remote_access);
   return welcome;
 }
@@ -140,10 +138,10 @@ void exchange_verdict(int socket, const WaitLimit& limit, const std::function<vo
   }
 }
 
-Greeted greet_listener_checked(const Identity& self, const Prober& prober, const DialTarget& target,
+Greeted greet_listener_checked(const Identity& self, const Prober& prober, uint64_t cluster_id,
                                int tcp, const WaitLimit& limit,
                                const std::function<void()>& confirm) {
-  Welcome welcome = exchange_hello(self, target, tcp, limit);
+  Welcome welcome = exchange_hello(self, cluster_id, tcp, limit);
   UniqueFd socket = dial_peer_socket(self, welcome, limit);
   PeerProcess process = identify_peer(socket.get());
   send_or_learn(socket.get(), MessageType::kIntroduce, introduction(self, welcome.token).encode(),
@@ -153,7 +151,7 @@ Greeted greet_listener_checked(const Identity& self, const Prober& prober, const
     prober.probe(process.pid, peer.nonce_addr, peer.nonce);
     exchange_verdict(socket.get(), limit, confirm);
   });
-  return {target.cluster_id, std::move(socket), std::move(process)};
+  return {cluster_id, std::move(socket), std::move(process)};
 }
 
 // Waits for the dialling side on the Unix socket, and for its reason on TCP if it gives up.
@@ -208,12 +206,25 @@ Hello receive_hello(const Identity& self, int tcp, int stop_fd,
 
 }  // namespace
 
+Greeted greet_over(const Identity& self, const Prober& prober, uint64_t cluster_id,
+                   UniqueFd connection, const WaitLimit& limit,
+                   const std::function<void()>& confirm) {
+  return or_reject(connection.get(), limit, [&] {
+    return greet_listener_checked(self, prober, cluster_id, connection.get(), limit, confirm);
+  });
+}
+
 Greeted greet_listener(const Identity& self, const Prober& prober, const DialTarget& target,
                        const WaitLimit& limit, const std::function<void()>& confirm) {
   UniqueFd tcp = dial_tcp(target.ip, target.port, limit);
-  return or_reject(tcp.get(), limit, [&] {
-    return greet_listener_checked(self, prober, target, tcp.get(), limit, confirm);
-  });
+  return greet_over(self, prober, target.cluster_id, std::move(tcp), limit, confirm);
+}
+
+void greet_as_linked(const Identity& self, uint64_t cluster_id, UniqueFd connection,
+                     const WaitLimit& limit) {
+  exchange_hello(self, cluster_id, connection.get(), limit);
+  Outcome linked{Status::kAlreadyLink, "the two processes are linked already"};
+  send_frame(connection.get(), MessageType::kReject, linked.encode(), limit);
 }
 
 void greet_dialer(const Identity& self, const Prober& prober, UniqueFd tcp, int stop_fd,

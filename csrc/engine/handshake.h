@@ -56,7 +56,16 @@ struct DialTarget {
 Greeted greet_listener(const Identity& self, const Prober& prober, const DialTarget& target,
                        const WaitLimit& limit, const std::function<void()>& confirm);
 
-// Serves one accepted TCP connection. `file` puts the link into the table, with the final Verdict
+// The same over a stream on which the peer listens in another way.
+Greeted greet_over(const Identity& self, const Prober& prober, uint64_t cluster_id,
+                   UniqueFd connection, const WaitLimit& limit,
+                   const std::function<void()>& confirm);
+
+// Tells the listening side that the two are linked already; it throws Error(kAlreadyLink) there.
+void greet_as_linked(const Identity& self, uint64_t cluster_id, UniqueFd connection,
+                     const WaitLimit& limit);
+
+// Serves one accepted connection. `file` puts the link into the table, with the final Verdict
 // as its first message, or throws Error to refuse it, which the peer is told. `claimed_cluster_id`
 // is set as soon as the peer has named itself.
 void greet_dialer(const Identity& self, const Prober& prober, UniqueFd tcp, int stop_fd,

@@ -15,8 +15,13 @@ constexpr size_t kMaxLinkErrors = 1024;
 
 // What link_clusters reports: details are in the sentence.
 Status link_status(Status status) {
-  bool exact = status == Status::kParamInvalid || status == Status::kAlreadyLink;
+  bool exact = status == Status::kParamInvalid || status == Status::kAlreadyLink ||
+               status == Status::kTimeout;
   return exact ? status : Status::kLinkFailed;
+}
+
+std::shared_ptr<MemoryPool> make_pool(const std::optional<PoolConfig>& config) {
+  return config ? std::make_shared<MemoryPool>(*config) : nullptr;
 }
 
 }  // namespace
@@ -47,13 +52,17 @@ HostEngine::HostEngine(const EngineOptions& options)
     : options_(options),
       owner_pid_(::getpid()),
       identity_{options.cluster_id, options.remote_access},
+      device_pool_(make_pool(options.device_pool)),
+      host_pool_(make_pool(options.host_pool)),
       links_(options.cluster_id),
-      service_(caches_, links_, options.remote_access),
-      transfers_(options_, caches_, links_) {
-  if (!options.listen_ip.empty()) {
-    acceptor_ = std::make_unique<Acceptor>(options.listen_ip, options.listen_port, stop_,
-                                           [this](UniqueFd tcp) { greet(std::move(tcp)); });
-  }
+      service_(caches_, reservations_, links_, options.remote_access),
+      transfers_(options_, caches_, links_),
+      local_copies_(caches_),
+      comms_({identity_, prober_, links_, service_, options.link_total_time_ms,
+              options.link_retries, [this](uint64_t cluster_id, const std::string& sentence) {
+                note_link_error(cluster_id, sentence, true);
+              }}) {
+  start_listening(options.listen_ip, options.listen_port);
   allow_readers();
 }
 
@@ -68,18 +77,95 @@ void HostEngine::finalize() {
     finalized_ = true;
   }
   stop_.set();
-  acceptor_.reset();
-  links_.close_all("the engine was finalized");
+  tasks_.cancel_all();
+  end_links();
   std::unique_lock lock(mutex_);
   idle_.wait(lock, [this] { return active_calls_ == 0; });
   lock.unlock();
-  links_.close_all("the engine was finalized");  // what a dial in progress has added
+  end_links();  // what a call in progress has added
+  tasks_.cancel_all();
+  tasks_.join_all();
+  caches_.clear();
+  device_pool_.reset();
+  host_pool_.reset();
   forbid_readers();
+}
+
+void HostEngine::end_links() {
+  {
+    std::lock_guard lock(listen_mutex_);
+    acceptor_.reset();
+  }
+  comms_.close_all();
+  links_.close_all("the engine was finalized");
 }
 
 uint16_t HostEngine::listen_port() const {
   Call call(*this);
+  std::lock_guard lock(listen_mutex_);
   return acceptor_ ? acceptor_->port() : 0;
+}
+
+void HostEngine::start_listening(const std::string& ip, uint16_t port) {
+  std::unique_ptr<Acceptor> replacement;
+  if (!ip.empty()) {
+    replacement = std::make_unique<Acceptor>(
+        ip, port, [this](UniqueFd tcp, int stop_fd) { greet(std::move(tcp), stop_fd); });
+  }
+  acceptor_ = std::move(replacement);
+  listen_ip_ = ip;
+  listen_port_ = port;
+}
+
+void HostEngine::listen(const std::string& ip, uint16_t port) {
+  Call call(*this);
+  std::lock_guard lock(listen_mutex_);
+  links_.reap();
+  if (links_.size() > 0 || !comms_.empty()) {
+    throw Error(Status::kExistLink, "there are " + std::to_string(links_.size()) +
+                                        " links; unlink them before the role is switched");
+  }
+  bool bound_there = acceptor_ && (port == listen_port_ || port == acceptor_->port());
+  if (ip == listen_ip_ && (ip.empty() || bound_there)) return;
+  start_listening(ip, port);
+}
+
+const std::shared_ptr<MemoryPool>& HostEngine::pool(bool host_placed) const {
+  const auto& wanted = host_placed ? host_pool_ : device_pool_;
+  if (!wanted) {
+    throw Error(Status::kFeatureNotEnabled,
+                std::string("there is no memory pool; set LLMConfig.") +
+                    (host_placed ? "host_mem_pool_cfg" : "mem_pool_cfg"));
+  }
+  return wanted;
+}
+
+void HostEngine::require_pool() const {
+  if (!device_pool_ && !host_pool_) pool(false);
+}
+
+Allocated HostEngine::allocate_cache(const CacheSpec& spec, size_t num_tensors,
+                                     const std::vector<RowKey>& keys,
+                                     std::optional<uint64_t> blocks_model_id) {
+  Call call(*this);
+  return caches_.allocate(spec, num_tensors, pool(spec.host_placed), keys, blocks_model_id);
+}
+
+void HostEngine::deallocate_cache(int64_t cache_id) {
+  Call call(*this);
+  require_pool();
+  caches_.deallocate(cache_id);
+}
+
+void HostEngine::remove_cache_key(const RowKey& key) {
+  Call call(*this);
+  require_pool();
+  caches_.remove_key(key);
+}
+
+uint64_t HostEngine::pool_used_bytes(bool host_placed) const {
+  Call call(*this);
+  return pool(host_placed)->used_bytes();
 }
 
 int64_t HostEngine::register_cache(const CacheSpec& spec, const std::vector<RowKey>& keys) {
@@ -97,10 +183,10 @@ void HostEngine::unregister_cache(int64_t cache_id) {
   caches_.remove(cache_id);
 }
 
-void HostEngine::greet(UniqueFd tcp) {
+void HostEngine::greet(UniqueFd tcp, int stop_fd) {
   std::optional<uint64_t> cluster_id;
   try {
-    greet_dialer(identity_, prober_, std::move(tcp), stop_.fd(), cluster_id,
+    greet_dialer(identity_, prober_, std::move(tcp), stop_fd, cluster_id,
                  [this](Greeted greeted) { file(std::move(greeted)); });
   } catch (const std::exception& error) {
     if (cluster_id) return note_link_error(*cluster_id, error.what(), false);
@@ -189,6 +275,22 @@ std::vector<Status> HostEngine::unlink(const std::vector<uint64_t>& cluster_ids,
   return results;
 }
 
+int64_t HostEngine::link_members(CommSpec spec) {
+  Call call(*this);
+  return comms_.link(std::move(spec));
+}
+
+void HostEngine::unlink_members(int64_t comm_id) {
+  Call call(*this);
+  comms_.unlink(comm_id);
+  links_.reap();
+}
+
+CommState HostEngine::comm_state(int64_t comm_id) const {
+  Call call(*this);
+  return comms_.state(comm_id);
+}
+
 void HostEngine::note_linked(uint64_t cluster_id, const char* how) {
   log(LogLevel::kInfo, "cluster " + std::to_string(cluster_id) + ": " + how);
   std::lock_guard lock(mutex_);
@@ -211,10 +313,20 @@ std::string HostEngine::last_link_error(uint64_t cluster_id) const {
   return found == link_errors_.end() ? "" : found->second.sentence;
 }
 
-void HostEngine::pull_cache(const Remote& src, int64_t dst_cache_id, uint64_t batch_index,
-                            int64_t size, const Layers& layers) {
+bool HostEngine::linked(uint64_t cluster_id) const {
   Call call(*this);
-  transfers_.pull_cache(src, dst_cache_id, batch_index, size, layers);
+  return links_.find(cluster_id) != nullptr;
+}
+
+void HostEngine::check_link(uint64_t cluster_id) {
+  Call call(*this);
+  transfers_.check_link(cluster_id);
+}
+
+void HostEngine::pull_cache(const Remote& src, int64_t dst_cache_id, const RowPull& row,
+                            const Layers& layers) {
+  Call call(*this);
+  transfers_.pull_cache(src, dst_cache_id, row, layers);
 }
 
 void HostEngine::pull_blocks(const Remote& src, int64_t dst_cache_id,
@@ -230,11 +342,47 @@ void HostEngine::push_cache(const Remote& dst, int64_t src_cache_id, uint64_t sr
   transfers_.push_cache(dst, src_cache_id, src_batch_index, layers);
 }
 
-void HostEngine::push_blocks(const Remote& dst, int64_t src_cache_id,
+void HostEngine::push_blocks(const PushTarget& dst, int64_t src_cache_id,
                              const std::vector<uint64_t>& src_blocks,
                              const std::vector<uint64_t>& dst_blocks, const Layers& layers) {
   Call call(*this);
   transfers_.push_blocks(dst, src_cache_id, src_blocks, dst_blocks, layers);
+}
+
+std::shared_ptr<LayerTask> HostEngine::transfer(LayerRequest request,
+                                                std::shared_ptr<LayerGate> gate) {
+  Call call(*this);
+  auto task = std::make_shared<LayerTask>(transfers_, std::move(request), std::move(gate));
+  tasks_.start(task);
+  return task;
+}
+
+uint64_t HostEngine::open_reservation(int64_t cache_id, std::vector<uint64_t> blocks) {
+  Call call(*this);
+  return reservations_.open(caches_.get(cache_id), std::move(blocks));
+}
+
+void HostEngine::close_reservation(uint64_t token) {
+  Call call(*this);
+  reservations_.close(token);
+}
+
+void HostEngine::copy_row(int64_t dst_cache_id, int64_t src_cache_id, const RowCopy& copy) {
+  Call call(*this);
+  local_copies_.copy_row(dst_cache_id, src_cache_id, copy);
+}
+
+void HostEngine::copy_blocks(int64_t cache_id, const std::vector<uint64_t>& src,
+                             const std::vector<uint64_t>& dst) {
+  Call call(*this);
+  local_copies_.copy_blocks(cache_id, src, dst);
+}
+
+void HostEngine::move_blocks(const LocalCache& src, const LocalCache& dst,
+                             const std::vector<uint64_t>& src_blocks,
+                             const std::vector<uint64_t>& dst_blocks) {
+  Call call(*this);
+  local_copies_.move_blocks(src, dst, src_blocks, dst_blocks);
 }
 
 }  // namespace llmdd

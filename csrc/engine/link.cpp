@@ -100,21 +100,24 @@ void Link::forget(const std::string& reason) {
   if (end(State::kUnlinked, reason)) hang_up();
 }
 
-Frame Link::call(MessageType request, const Bytes& payload, const Deadline& deadline) {
-  auto pending = std::make_shared<Pending>();
-  uint64_t call_id = 0;
+Link::Sent Link::start(MessageType request, const Bytes& payload) {
+  Sent sent{request, 0, std::make_shared<Pending>()};
   {
     std::lock_guard lock(mutex_);
     throw_if_ended_locked();
-    call_id = next_call_id_++;
-    pending_.emplace(call_id, pending);
+    sent.call_id = next_call_id_++;
+    pending_.emplace(sent.call_id, sent.pending);
   }
-  send(encode_frame(request, call_id, payload));
+  send(encode_frame(request, sent.call_id, payload));
+  return sent;
+}
 
+Frame Link::finish(const Sent& sent, const Deadline& deadline) {
+  const std::shared_ptr<Pending>& pending = sent.pending;
   std::unique_lock lock(mutex_);
   changed_.wait_until(lock, deadline.time(),
                       [&] { return pending->reply || state_ != State::kLinked; });
-  pending_.erase(call_id);
+  pending_.erase(sent.call_id);
   if (!pending->reply) {
     throw_if_ended_locked();
     lock.unlock();
@@ -123,7 +126,7 @@ Frame Link::call(MessageType request, const Bytes& payload, const Deadline& dead
   }
   lock.unlock();
   try {
-    return checked_reply(request, std::move(*pending->reply));
+    return checked_reply(sent.request, std::move(*pending->reply));
   } catch (const WireError& error) {
     fail(error.what());
     throw Error(Status::kFailed, identity(cluster_id_) + error.what());

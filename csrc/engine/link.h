@@ -37,7 +37,19 @@ class RequestHandler {
 };
 
 class Link {
+ private:
+  struct Pending {
+    std::optional<Frame> reply;
+  };
+
  public:
+  // A request that was sent. Its reply is dropped if nobody calls `finish`.
+  struct Sent {
+    MessageType request = MessageType::kFailure;
+    uint64_t call_id = 0;
+    std::shared_ptr<Pending> pending;
+  };
+
   // `first_message` goes out before anything else, whoever sends first.
   Link(uint64_t cluster_id, UniqueFd socket, PeerProcess peer, RequestHandler& handler,
        Bytes first_message = {});
@@ -51,9 +63,21 @@ class Link {
 
   void start();
 
+  // Marks a link that a collective link() makes. Until it is released it serves the peer, and no
+  // call of this process may use it.
+  void hold() { collective_ = held_ = true; }
+  void release() { held_ = false; }
+  bool held() const { return held_; }
+  bool collective() const { return collective_; }
+
   // Sends a request and returns its reply. Throws Error: the peer's own for kFailure, kTimeout at
   // the deadline (the link fails then), kFailed when the link ends first.
-  Frame call(MessageType request, const Bytes& payload, const Deadline& deadline);
+  Frame call(MessageType request, const Bytes& payload, const Deadline& deadline) {
+    return finish(start(request, payload), deadline);
+  }
+  // The two halves of `call`: the peer answers requests in the order they were sent.
+  Sent start(MessageType request, const Bytes& payload);
+  Frame finish(const Sent& sent, const Deadline& deadline);
   void reply(MessageType type, uint64_t call_id, const Bytes& payload);
 
   // Throws Error(kFailed) with the reason unless the link is LINKED and the peer holds its end.
@@ -69,9 +93,6 @@ class Link {
 
  private:
   enum class State { kLinked, kFailed, kUnlinked };
-  struct Pending {
-    std::optional<Frame> reply;
-  };
 
   void run();
   void step();
@@ -95,6 +116,8 @@ class Link {
   std::mutex thread_mutex_;  // a link may be unlinked before its thread has started
   std::thread thread_;
   std::atomic<bool> thread_done_{false};
+  std::atomic<bool> held_{false};
+  std::atomic<bool> collective_{false};
 
   mutable std::mutex mutex_;
   std::condition_variable changed_;

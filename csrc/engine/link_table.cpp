@@ -94,6 +94,12 @@ std::shared_ptr<Link> LinkTable::require(uint64_t cluster_id) const {
     throw Error(Status::kNotYetLink, "cluster " + std::to_string(cluster_id) +
                                          " is not linked; call link_clusters first");
   }
+  if (link->held()) {
+    throw Error(Status::kNotYetLink,
+                "cluster " + std::to_string(cluster_id) +
+                    ": the other members of this link() are not ready yet; wait until "
+                    "query_register_mem_status says OK");
+  }
   return link;
 }
 

@@ -220,13 +220,20 @@ Resolved Resolved::decode(const Bytes& payload) {
 
 Bytes Finish::encode() const {
   WireWriter writer;
+  write_ref(writer, ref);
   writer.u64(static_cast<uint64_t>(cache_id));
+  writer.u32(tensors.first);
+  writer.u32(tensors.count);
   return writer.take();
 }
 
 Finish Finish::decode(const Bytes& payload) {
   WireReader reader(payload);
-  Finish finish{static_cast<int64_t>(reader.u64())};
+  Finish finish;
+  finish.ref = read_ref(reader);
+  finish.cache_id = static_cast<int64_t>(reader.u64());
+  finish.tensors.first = reader.u32();
+  finish.tensors.count = reader.u32();
   reader.expect_end();
   return finish;
 }
@@ -234,10 +241,14 @@ Finish Finish::decode(const Bytes& payload) {
 Bytes Push::encode() const {
   WireWriter writer;
   write_ref(writer, target);
-  writer.u64(stride);
-  writer.u32(timeout_ms);
   write_layers(writer, dst_layers);
   writer.u32(tensors_per_layer);
+  writer.u64(token);
+  writer.u64_list(dst_addrs);
+  writer.u8(to_blocks ? 1 : 0);
+  writer.u64(src_bytes);
+  writer.u64(block_bytes);
+  writer.u32(timeout_ms);
   writer.u64_list(src_addrs);
   write_runs(writer, runs);
   return writer.take();
@@ -247,10 +258,14 @@ Push Push::decode(const Bytes& payload) {
   WireReader reader(payload);
   Push push;
   push.target = read_ref(reader);
-  push.stride = reader.u64();
-  push.timeout_ms = reader.u32();
   push.dst_layers = read_layers(reader);
   push.tensors_per_layer = reader.u32();
+  push.token = reader.u64();
+  push.dst_addrs = reader.u64_list();
+  push.to_blocks = reader.flag();
+  push.src_bytes = reader.u64();
+  push.block_bytes = reader.u64();
+  push.timeout_ms = reader.u32();
   push.src_addrs = reader.u64_list();
   push.runs = read_runs(reader);
   reader.expect_end();

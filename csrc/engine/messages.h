@@ -90,20 +90,31 @@ struct Resolved {
 };
 
 struct Finish {
+  CacheRef ref;
   int64_t cache_id = 0;
+  TensorRange tensors;
 
   Bytes encode() const;
   static Finish decode(const Bytes& payload);
 };
 
-// Rows (or blocks) of `stride` bytes go from the sender's tensors to those the receiver's own cache
-// table names for `target`. No destination address crosses the wire.
+// Blocks, or one row, go from the sender's tensors to the receiver's. The bytes at each source
+// address are cut in blocks of `block_bytes`, the last of which may be shorter; runs count in
+// those.
+//
+// The destination is what the receiver's own cache table names for `target`; or, in message mode
+// only, `dst_addrs`, one for each source address, which must lie in registered memory. With a token
+// the runs' destinations are positions in the receiver's reservation.
 struct Push {
   CacheRef target;
-  uint64_t stride = 0;
-  uint32_t timeout_ms = 0;
   std::optional<LayerRange> dst_layers;
   uint32_t tensors_per_layer = 0;
+  uint64_t token = 0;  // 0: none
+  std::vector<uint64_t> dst_addrs;
+  bool to_blocks = false;  // else to the row that `target` names, as one run
+  uint64_t src_bytes = 0;
+  uint64_t block_bytes = 0;
+  uint32_t timeout_ms = 0;
   std::vector<uint64_t> src_addrs;
   std::vector<BlockRun> runs;
 

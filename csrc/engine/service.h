@@ -7,14 +7,17 @@
 #include "engine/cache_table.h"
 #include "engine/link.h"
 #include "engine/link_table.h"
-#include "engine/messages.h"
+#include "engine/push_receiver.h"
 
 namespace llmdd {
 
 class Service : public RequestHandler {
  public:
-  Service(CacheTable& caches, LinkTable& links, bool remote_access)
-      : caches_(caches), links_(links), remote_access_(remote_access) {}
+  Service(CacheTable& caches, ReservationTable& reservations, LinkTable& links, bool remote_access)
+      : caches_(caches),
+        links_(links),
+        receiver_(caches, reservations, remote_access),
+        remote_access_(remote_access) {}
 
   void handle(Link& link, const Frame& request) override;
 
@@ -24,10 +27,10 @@ class Service : public RequestHandler {
   void finish(Link& link, const Frame& request);
   void push(Link& link, const Frame& request);
   void unlink(Link& link, const Frame& request);
-  void copy_pushed(Link& link, const Push& push);
 
   CacheTable& caches_;
   LinkTable& links_;
+  PushReceiver receiver_;
   const bool remote_access_;
 };
 

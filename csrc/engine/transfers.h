@@ -1,8 +1,8 @@
 // The calling side of pulls and pushes, on the API caller's thread.
 //
 // A pull asks the peer where the cache lies (one message, so what is no longer registered is never
-// read), copies, and asks whether the cache was still registered. A push sends the peer the
-// addresses of the source; the peer copies and answers.
+// read), copies, and says so; the answer tells whether the cache was there all the time. A push
+// sends the peer the addresses of the source; the peer copies and answers.
 #pragma once
 
 #include <cstdint>
@@ -15,6 +15,7 @@
 #include "engine/copier.h"
 #include "engine/link_table.h"
 #include "engine/messages.h"
+#include "engine/push_source.h"
 
 namespace llmdd {
 
@@ -24,6 +25,10 @@ struct EngineOptions {
   int64_t sync_kv_timeout_ms = 1000;
   std::string listen_ip;  // empty: this process only dials
   uint16_t listen_port = 0;
+  std::optional<PoolConfig> device_pool;  // for caches that the engine allocates
+  std::optional<PoolConfig> host_pool;
+  int64_t link_total_time_ms = 120'000;  // of a collective link(), with its retries
+  uint32_t link_retries = 1;
 };
 
 // Layer ranges of both sides; no range means all tensors.
@@ -33,9 +38,29 @@ struct Layers {
   uint32_t tensors_per_layer = 2;
 };
 
+// Where the bytes of a pulled row begin and end.
+struct RowPull {
+  uint64_t batch_index = 0;  // the local row
+  int64_t size = -1;         // -1: the rest of the local row
+  // Bytes into either row. A pull with an offset, even 0, leaves the source's key bound.
+  std::optional<uint64_t> src_offset;
+  std::optional<uint64_t> dst_offset;
+
+  bool keeps_key() const { return src_offset.has_value() || dst_offset.has_value(); }
+};
+
 struct Remote {
   uint64_t cluster_id = 0;
   CacheRef ref;
+};
+
+// Where a push goes: the cache that `ref` names in the peer's table, or raw addresses, one for each
+// tensor sent. With a token, blocks of the destination are positions in the peer's reservation.
+struct PushTarget {
+  uint64_t cluster_id = 0;
+  CacheRef ref;
+  uint64_t token = 0;
+  std::vector<uint64_t> addrs;
 };
 
 class Transfers {
@@ -43,16 +68,30 @@ class Transfers {
   Transfers(const EngineOptions& options, CacheTable& caches, LinkTable& links)
       : options_(options), caches_(caches), links_(links) {}
 
-  // `size` bytes of the remote row into local row `batch_index`; -1 means the local row's size.
-  void pull_cache(const Remote& src, int64_t dst_cache_id, uint64_t batch_index, int64_t size,
+  void check_link(uint64_t cluster_id);
+  void pull_cache(const Remote& src, int64_t dst_cache_id, const RowPull& row,
                   const Layers& layers);
   // Blocks to blocks, or a contiguous row to blocks when `ref` is not of kind kBlocks.
   void pull_blocks(const Remote& src, int64_t dst_cache_id, const std::vector<uint64_t>& src_blocks,
                    const std::vector<uint64_t>& dst_blocks, const Layers& layers);
   void push_cache(const Remote& dst, int64_t src_cache_id, uint64_t src_batch_index,
                   const Layers& layers);
-  void push_blocks(const Remote& dst, int64_t src_cache_id, const std::vector<uint64_t>& src_blocks,
-                   const std::vector<uint64_t>& dst_blocks, const Layers& layers);
+  void push_blocks(const PushTarget& dst, int64_t src_cache_id,
+                   const std::vector<uint64_t>& src_blocks, const std::vector<uint64_t>& dst_blocks,
+                   const Layers& layers);
+
+  // The cache a push starts from, checked as far as `dst` allows.
+  std::shared_ptr<Cache> source(const PushTarget& dst, int64_t cache_id) const;
+  // A push the peer was asked for.
+  struct Pushing {
+    std::shared_ptr<Link> link;
+    std::shared_ptr<Cache> source;
+    Link::Sent sent;
+  };
+  Pushing start_push(const PushTarget& dst, std::shared_ptr<Cache> source, const Layers& layers,
+                     const PushSource& from) const;
+  // Returns when the peer has copied. sync_kv_timeout begins now.
+  void finish_push(const Pushing& pushing) const;
 
  private:
   std::shared_ptr<Cache> destination(const Remote& src, int64_t cache_id,
@@ -66,9 +105,8 @@ class Transfers {
                 std::vector<ByteRun> runs) const;
   void copy(Link& link, std::shared_ptr<Cache> cache, const CopyPlan& plan,
             const Deadline& deadline) const;
-  void finish(Link& link, const Resolved& remote, const Deadline& deadline) const;
-  void push(const Remote& dst, const Cache& source, const Layers& layers,
-            std::vector<BlockRun> runs);
+  void finish(Link& link, const CacheRef& ref, const Resolved& remote, const TensorRange& used,
+              const Deadline& deadline) const;
 
   const EngineOptions& options_;
   CacheTable& caches_;

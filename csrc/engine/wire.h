@@ -3,6 +3,7 @@
 // Layout of a frame: magic u32, version u16, type u16, payload length u32, 0 u32, call id u64,
 // payload. Version history:
 //   1  first version
+//   2  Finish says what was pulled, so that the source can drop the key of an allocated row
 #pragma once
 
 #include <array>
@@ -15,7 +16,7 @@
 namespace llmdd {
 
 constexpr uint32_t kWireMagic = 0x4444'4D4C;  // "LMDD"
-constexpr uint16_t kWireVersion = 1;
+constexpr uint16_t kWireVersion = 2;
 constexpr size_t kFrameHeaderBytes = 24;
 constexpr uint32_t kMaxHandshakePayload = 4096;
 constexpr uint32_t kMaxPayload = 32U << 20;
@@ -80,8 +81,10 @@ class WireWriter {
  private:
   template <typename T>
   void number(T value) {
+    size_t start = bytes_.size();
+    bytes_.resize(start + sizeof(T));
     for (size_t i = 0; i < sizeof(T); ++i) {
-      bytes_.push_back(static_cast<uint8_t>(static_cast<uint64_t>(value) >> (8 * i)));
+      bytes_[start + i] = static_cast<uint8_t>(static_cast<uint64_t>(value) >> (8 * i));
     }
   }
 

@@ -19,7 +19,7 @@ struct CacheRef {
   uint64_t row = 0;  // kIdAndIndex only
 };
 
-// The key bound to one row when a contiguous cache is registered.
+// The key bound to one row when a contiguous cache is registered or allocated.
 struct RowKey {
   static constexpr uint64_t kInvalidId = UINT64_MAX;
   uint64_t req_id = kInvalidId;
@@ -29,6 +29,7 @@ struct RowKey {
   bool is_prefix() const { return prefix_id != kInvalidId; }
   // A placeholder takes a row and cannot be found.
   bool is_placeholder() const { return !is_prefix() && req_id == kInvalidId; }
+  uint64_t id() const { return is_prefix() ? prefix_id : req_id; }
 };
 
 }  // namespace llmdd

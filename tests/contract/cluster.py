@@ -41,6 +41,23 @@ class Tensor:
         return self._map[offset]
 
 
+class Window:
+    """Memory of the engine, which must not be read once it is freed."""
+
+    def __init__(self, addr: int, size: int) -> None:
+        self.addr = addr
+        self._size = size
+
+    def read(self) -> bytes:
+        return ctypes.string_at(self.addr, self._size)
+
+    def write(self, data: bytes, offset: int = 0) -> None:
+        ctypes.memmove(self.addr + offset, data, len(data))
+
+    def byte(self, offset: int) -> int:
+        return self.read()[offset]
+
+
 class Cluster:
     """An initialised `LLMDataDist` of the engine `api` (a module name)."""
 
@@ -53,6 +70,9 @@ class Cluster:
         listen: bool = True,
         timeout_ms: int = 20000,
         user: int | None = None,
+        pool: str = "",
+        host_pool: str = "",
+        link_time_s: int = 0,
     ) -> None:
         self.api: Any = importlib.import_module(api)
         if user is not None:
@@ -61,12 +81,15 @@ class Cluster:
         config.enable_cache_manager = True
         config.enable_remote_cache_accessible = remote
         config.sync_kv_timeout = timeout_ms
+        config.mem_pool_cfg = pool
+        config.host_mem_pool_cfg = host_pool
+        config.link_total_time = link_time_s
         if listen:
             config.listen_ip_info = "127.0.0.1:0"
         self.datadist = self.api.LLMDataDist(self.api.LLMRole.MIX, cluster_id)
         self.datadist.init(config.generate_options())
         self.caches: dict[int, Any] = {}
-        self.tensors: dict[int, list[Tensor]] = {}
+        self.tensors: dict[int, Sequence[Tensor | Window]] = {}
 
     @property
     def manager(self) -> Any:
@@ -93,7 +116,7 @@ class Cluster:
         placement = self.api.Placement.HOST if host else self.api.Placement.DEVICE
         return self.api.CacheDesc(tensors, [rows, row_bytes], self.api.DataType.DT_INT8, placement)
 
-    def _keep(self, cache: Any, tensors: list[Tensor]) -> int:
+    def _keep(self, cache: Any, tensors: Sequence[Tensor | Window]) -> int:
         self.caches[cache.cache_id] = cache
         self.tensors[cache.cache_id] = tensors
         return int(cache.cache_id)
@@ -152,11 +175,79 @@ class Cluster:
         )
         return self._keep(cache, [])
 
+    def allocate_rows(
+        self,
+        tensors: int = 4,
+        rows: int = 4,
+        row_bytes: int = 256,
+        *,
+        keys: Sequence[Any] = (),
+        seed: int = 0,
+        host: bool = False,
+    ) -> int:
+        """Allocate a contiguous cache and fill it; returns its cache id."""
+        cache = self.manager.allocate_cache(self._desc(tensors, rows, row_bytes, host), keys)
+        return self._fill(cache, rows * row_bytes, seed)
+
+    def allocate_blocks(
+        self,
+        tensors: int = 4,
+        blocks: int = 16,
+        block_bytes: int = 64,
+        *,
+        model_id: int = 0,
+        seed: int = 0,
+        host: bool = False,
+    ) -> int:
+        cache = self.manager.allocate_blocks_cache(
+            self._desc(tensors, blocks, block_bytes, host),
+            self.api.BlocksCacheKey(self.datadist.cluster_id, model_id),
+        )
+        return self._fill(cache, blocks * block_bytes, seed)
+
+    def _fill(self, cache: Any, size: int, seed: int) -> int:
+        memory = [Window(addr, size) for addr in cache.tensor_addrs]
+        for index, window in enumerate(memory):
+            window.write(pattern(seed + index, size))
+        return self._keep(cache, memory)
+
+    def deallocate(self, cache_id: int) -> None:
+        cache = self.caches[cache_id]
+        if cache.is_blocks_cache:
+            self.manager.deallocate_blocks_cache(cache)
+        else:
+            self.manager.deallocate_cache(cache)
+
+    def remove_key(self, key: Any) -> None:
+        self.manager.remove_cache_key(key)
+
+    def cpu_cache(
+        self, tensors: int = 4, blocks: int = 16, block_bytes: int = 64, *, seed: int = 0
+    ) -> tuple[Any, list[Tensor]]:
+        """Host memory that is not registered, and its description."""
+        memory = self._tensors(tensors, blocks * block_bytes, seed)
+        cache = self.api.Cache.create_cpu_cache(
+            self._desc(tensors, blocks, block_bytes, True), [tensor.addr for tensor in memory]
+        )
+        return cache, memory
+
+    def pool_used(self, *, host: bool = False) -> int:
+        """Host engine: bytes of the memory pool that caches hold."""
+        return int(self.datadist._require().engine.pool_used_bytes(host))
+
     def unregister(self, cache_id: int) -> None:
         self.manager.unregister_cache(cache_id)
 
+    def forget(self, cache_id: int) -> None:
+        """Unregister a cache and free its memory."""
+        self.unregister(cache_id)
+        del self.caches[cache_id], self.tensors[cache_id]
+
     def dump(self, cache_id: int) -> list[bytes]:
         return [tensor.read() for tensor in self.tensors[cache_id]]
+
+    def addrs(self, cache_id: int) -> list[int]:
+        return [tensor.addr for tensor in self.tensors[cache_id]]
 
     def flip_byte(self, cache_id: int, tensor: int, offset: int) -> None:
         memory = self.tensors[cache_id][tensor]
@@ -183,6 +274,18 @@ class Cluster:
     def link_error(self, cluster_id: int) -> str:
         return str(self.datadist.last_link_error(cluster_id))
 
+    def link_members(self, name: str, members: dict[int, int]) -> int:
+        return int(self.datadist.link(name, members, "{}"))
+
+    def unlink_members(self, comm_id: int) -> None:
+        self.datadist.unlink(comm_id)
+
+    def comm_status(self, comm_id: int) -> str:
+        return str(self.datadist.query_register_mem_status(comm_id).name)
+
+    def switch_role(self, role: Any, options: dict[str, str] | None = None) -> None:
+        self.datadist.switch_role(role, options)
+
     def inject_probe_errno(self, error: int) -> None:
         """Host engine: let its next probes of a peer fail."""
         self.datadist._require().engine.inject_probe_errno(error)
@@ -204,6 +307,18 @@ class Cluster:
 
     def push_cache(self, key: Any, cache_id: int, *args: int, **options: Any) -> None:
         self.manager.push_cache(key, self.caches[cache_id], *args, **options)
+
+    def transfer(
+        self, synchronizer: Any, cache_id: int, configs: Sequence[Any], *args: Any, **options: Any
+    ) -> Any:
+        cache = self.caches[cache_id]
+        return self.manager.transfer_cache_async(cache, synchronizer, configs, *args, **options)
+
+    def open_reservation(self, cache_id: int, blocks: Sequence[int]) -> int:
+        return int(self.manager.open_reservation(self.caches[cache_id], blocks))
+
+    def close_reservation(self, token: int) -> None:
+        self.manager.close_reservation(token)
 
     # What the process holds.
 
@@ -247,3 +362,68 @@ def block_pieces(
     src: Sequence[int], dst: Sequence[int], block_bytes: int
 ) -> list[tuple[int, int, int]]:
     return [(a * block_bytes, b * block_bytes, block_bytes) for a, b in zip(src, dst, strict=True)]
+
+
+class FirstCluster(Cluster):
+    """The same of the first generation: a PROMPT that listens or a DECODER."""
+
+    def __init__(
+        self,
+        cluster_id: int,
+        *,
+        role: str,
+        api: str = HOST_ENGINE,
+        timeout_ms: int = 20000,
+        may_switch: bool = False,
+        memory: str = "",
+    ) -> None:
+        self.api = importlib.import_module(api)
+        config = self.api.LLMConfig()
+        config.device_id = 0
+        config.sync_kv_timeout = timeout_ms
+        config.enable_switch_role = may_switch
+        config.listen_ip_info = "127.0.0.1:0"
+        if memory:
+            config.ge_options = {"ge.flowGraphMemMaxSize": memory}
+        self.datadist = self.api.LLMDataDist(self.api.LLMRole[role], cluster_id)
+        self.datadist.init(config.generate_options())
+        self.caches = {}
+        self.tensors = {}
+
+    @property
+    def manager(self) -> Any:
+        return self.datadist.kv_cache_manager
+
+    def _fill(self, cache: Any, size: int, seed: int) -> int:
+        memory = [Window(addr, size) for addr in cache.per_device_tensor_addrs[0]]
+        for index, window in enumerate(memory):
+            window.write(pattern(seed + index, size))
+        return self._keep(cache, memory)
+
+    def allocate_blocks(
+        self,
+        tensors: int = 4,
+        blocks: int = 16,
+        block_bytes: int = 64,
+        *,
+        model_id: int | None = None,
+        seed: int = 0,
+        host: bool = False,
+    ) -> int:
+        key = None
+        if model_id is not None:
+            key = self.api.BlocksCacheKey(self.datadist.cluster_id, model_id)
+        desc = self._desc(tensors, blocks, block_bytes, host)
+        cache = self.manager.allocate_blocks_cache(desc, key)
+        return self._fill(cache, blocks * block_bytes, seed)
+
+    def deallocate(self, cache_id: int) -> None:
+        self.manager.deallocate_cache(self.caches[cache_id])
+
+    def unlink_force(self, cluster_id: int, port: int) -> Any:
+        info = self._info(cluster_id, port)
+        return self.datadist.unlink_clusters([info], 20000, True)[1][0]
+
+    def drop(self, cache_id: int) -> None:
+        """Let the cache object be collected."""
+        del self.caches[cache_id], self.tensors[cache_id]

@@ -88,7 +88,7 @@ class Peer:
 
 
 def _serve(pipe: Connection) -> None:
-    from contract.cluster import Cluster
+    from contract.cluster import Cluster, FirstCluster
 
     cluster: Cluster | None = None
     while True:
@@ -98,7 +98,7 @@ def _serve(pipe: Connection) -> None:
             break
         try:
             if name == "create":
-                cluster = Cluster(*args, **kwargs)
+                cluster = (FirstCluster if "role" in kwargs else Cluster)(*args, **kwargs)
                 answer: Any = None
             else:
                 answer = getattr(cluster, name)(*args, **kwargs)

@@ -40,7 +40,7 @@ WRITES = [
 
 
 @pytest.mark.parametrize(("name", "value", "expected"), WRITES)
-def test_property_writes_exactly_its_option(
+def test_c11_property_writes_exactly_its_option(
     api: Any, name: str, value: object, expected: dict[str, str]
 ) -> None:
     config = api.LLMConfig()
@@ -49,7 +49,7 @@ def test_property_writes_exactly_its_option(
     assert getattr(config, name) == value
 
 
-def test_getter_defaults(api: Any) -> None:
+def test_c11_getter_defaults(api: Any) -> None:
     config = api.LLMConfig()
     assert config.generate_options() == {"llm.MemoryUtilization": "0.95"}
     assert (config.device_id, config.sync_kv_timeout, config.output_max_size) == (None,) * 3
@@ -81,7 +81,7 @@ def test_options_are_a_copy(api: Any) -> None:
         ("cluster_info", "no json"),
     ],
 )
-def test_value_out_of_bounds(api: Any, name: str, value: object) -> None:
+def test_c12_c13_c14_value_out_of_bounds(api: Any, name: str, value: object) -> None:
     with refused(api):
         setattr(api.LLMConfig(), name, value)
 
@@ -117,8 +117,15 @@ def test_integer_out_of_range(api: Any, name: str, value: int) -> None:
         setattr(api.LLMConfig(), name, value)
 
 
-def test_cluster_info_addresses_become_integers(api: Any) -> None:
+def test_c11_cluster_info_addresses_become_integers(api: Any) -> None:
     config = api.LLMConfig()
     config.cluster_info = json.dumps({"listen_ip_info": [{"ip": "127.0.0.1", "port": 5}]})
     written = json.loads(config.generate_options()["llm.ClusterInfo"])
     assert written == {"listen_ip_info": [{"ip": 0x0100007F, "port": 5}]}
+
+
+def test_c15_empty_resource_description_is_written(api: Any) -> None:
+    config = api.LLMConfig()
+    assert "llm.LocalCommRes" not in config.generate_options()
+    config.local_comm_res = ""
+    assert config.generate_options()["llm.LocalCommRes"] == ""

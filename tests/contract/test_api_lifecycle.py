@@ -27,7 +27,7 @@ V2 = {"llm.EnableCacheManager": "1"}
 
 
 class TestBeforeInit:
-    def test_everything_but_the_id_raises(self, api: Any, fresh: Any) -> None:
+    def test_c16_everything_but_the_id_raises(self, api: Any, fresh: Any) -> None:
         assert fresh.cluster_id == 5
         calls: list[Callable[[], object]] = [
             lambda: fresh.cache_manager,
@@ -41,7 +41,7 @@ class TestBeforeInit:
             with pytest.raises(RuntimeError, match="llm datadist is not initialized"):
                 call()
 
-    def test_finalize_is_harmless(self, fresh: Any) -> None:
+    def test_c18_finalize_is_harmless(self, fresh: Any) -> None:
         fresh.finalize()
         fresh.finalize()
 
@@ -55,13 +55,13 @@ class TestBeforeInit:
 
 
 class TestInit:
-    def test_second_init_of_one_object_has_no_effect(self, fresh: Any) -> None:
+    def test_c17_second_init_of_one_object_has_no_effect(self, fresh: Any) -> None:
         fresh.init(dict(V2))
         manager = fresh.cache_manager
         fresh.init({"llm.EnableCacheManager": "0"})
         assert fresh.cache_manager is manager
 
-    def test_one_instance_at_a_time(self, api: Any, fresh: Any) -> None:
+    def test_c17_one_instance_at_a_time(self, api: Any, fresh: Any) -> None:
         fresh.init(dict(V2))
         other = api.LLMDataDist(api.LLMRole.MIX, 6)
         with refused(api, "LLM_FAILED"):
@@ -70,21 +70,17 @@ class TestInit:
         other.init(dict(V2))
         other.finalize()
 
-    def test_caller_keeps_its_options(self, fresh: Any) -> None:
+    def test_c20_caller_keeps_its_options(self, fresh: Any) -> None:
         options = {"llm.LocalCommRes": ""}
         fresh.init(options)
         assert options == {"llm.LocalCommRes": ""}
 
-    def test_wrong_manager_for_the_mode(self, api: Any, fresh: Any) -> None:
+    def test_c19_wrong_manager_for_the_mode(self, api: Any, fresh: Any) -> None:
         fresh.init(dict(V2))
         with refused(api):
             _ = fresh.kv_cache_manager
         with refused(api):
             fresh.check_link_status(1)
-
-    def test_first_generation_is_refused(self, api: Any, fresh: Any) -> None:
-        with refused(api, "LLM_FEATURE_NOT_ENABLED"):
-            fresh.init({})
 
     @pytest.mark.parametrize(
         "options",
@@ -127,11 +123,11 @@ class TestInit:
             {**V2, "ge.flowGraphMemMaxSize": "a"},
         ],
     )
-    def test_refused_options(self, api: Any, fresh: Any, options: dict[str, str]) -> None:
+    def test_c22_refused_options(self, api: Any, fresh: Any, options: dict[str, str]) -> None:
         with refused(api):
             fresh.init(options)
 
-    def test_option_types(self, fresh: Any) -> None:
+    def test_c21_c22_option_types(self, fresh: Any) -> None:
         with pytest.raises(ValueError):
             fresh.init({**V2, "llm.listenIpInfo": "1.2.3.4:x"})
         with pytest.raises(TypeError):
@@ -181,7 +177,7 @@ class TestFinalize:
         with refused(local.api):
             manager.unregister_cache(cache)
 
-    def test_exit_without_finalize_is_clean(self, engine: str) -> None:
+    def test_c18_exit_without_finalize_is_clean(self, engine: str) -> None:
         code = (
             f"import {engine} as api; d = api.LLMDataDist(api.LLMRole.MIX, 1); "
             "d.init({'llm.EnableCacheManager': '1', 'llm.listenIpInfo': '127.0.0.1:0'})"

@@ -152,7 +152,8 @@ class TestNames:
                 "import importlib, importlib.util\n"
                 "import llm_datadist, vllm_llmdd_connector.datadist as ours\n"
                 "import llm_datadist.v2.cache_manager\n"
-                "assert llm_datadist.v2.cache_manager.CacheManager is ours.CacheManager\n"
+                "from vllm_llmdd_connector.datadist.cache_manager import CacheManager\n"
+                "assert llm_datadist.v2.cache_manager.CacheManager is CacheManager\n"
                 "assert importlib.util.find_spec('llm_datadist') is not None\n"
                 "for name in ('configs', 'data_type', 'status', 'utils.log', 'utils.utils',\n"
                 "             'v2.config', 'v2.llm_datadist', 'v2.llm_types', 'v2.llm_utils'):\n"
@@ -164,6 +165,7 @@ class TestNames:
                 "from llm_datadist.configs import LLMRole, LLMConfig, LLMClusterInfo\n"
                 "from llm_datadist import *\n"
                 "assert Cache is ours.Cache and LLMRole is ours.LLMRole\n"
+                "assert KvCacheManager is ours.KvCacheManager\n"
                 "try: import llm_datadist.nothing\n"
                 "except ModuleNotFoundError as e: print(e)\n"
             )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 from contract.cluster import Cluster
@@ -110,7 +111,7 @@ class TestLink:
         "data",
         [
             b"\0" * 24,
-            wire.frame(wire.RESOLVE, version=2),
+            wire.frame(wire.RESOLVE, version=9),
             wire.frame(wire.RESOLVE, size=2**31),
             wire.frame(wire.RESOLVE, b"short"),
             wire.frame(wire.RESOLVE, wire.ref(9)),
@@ -141,6 +142,8 @@ class TestLink:
             (64, 0, [(0, 0, 1)]),
             (63, 4, [(0, 0, 1)]),
             (2**64 - 1, 4, [(0, 0, 1)]),
+            (64, 4, [(64, 0, 1)]),
+            (64, 4, [(2**64 - 1, 0, 2)]),
         ],
     )
     def test_push_outside_the_cache_writes_nothing(
@@ -158,6 +161,38 @@ class TestLink:
             wire.PUSH, wire.push(wire.ref(2), stride, [hostile.addr] * addrs, runs)
         )
         assert (kind, status_in(payload)) == (wire.FAILURE, PARAM_INVALID)
+        assert victim_process.dump(1) == before
+
+    @pytest.mark.parametrize(
+        ("options", "status"),
+        [
+            ({"token": 1}, "LLM_KV_CACHE_NOT_EXIST"),
+            ({"dst_addrs": (4096,) * 4}, "LLM_PARAM_INVALID"),
+            ({"dst_addrs": (2**64 - 1,) * 4}, "LLM_PARAM_INVALID"),
+            ({"to_blocks": False, "src_bytes": 2**64 - 1}, None),
+            ({"to_blocks": False, "src_bytes": 64}, None),
+            ({"dst_addrs": (4096,)}, "LLM_PARAM_INVALID"),
+            ({"src_bytes": 0}, None),
+        ],
+    )
+    def test_push_that_names_what_it_may_not(
+        self,
+        victim_process: Peer,
+        attack: Attack,
+        options: dict[str, Any],
+        status: str | None,
+    ) -> None:
+        """Refused with a status, or (None) as a breach of the protocol."""
+        before = victim_process.dump(1)
+        hostile = attack()
+        hostile.complete()
+        push = wire.push(wire.ref(2), 64, [hostile.addr] * 4, [(0, 0, 2)], **options)
+        if status is None:
+            hostile.send(wire.PUSH, push, 5)
+            assert hostile.is_dropped()
+        else:
+            kind, payload = hostile.ask(wire.PUSH, push)
+            assert (kind, status_in(payload)) == (wire.FAILURE, int(LLMStatusCode[status]))
         assert victim_process.dump(1) == before
 
     def test_push_from_unmapped_memory_fails(self, victim_process: Peer, attack: Attack) -> None:

@@ -17,11 +17,14 @@ GOOD = {
     wire.VERDICT: wire.outcome(0),
     wire.RESOLVE: wire.ref(2, 0, 7),
     wire.RESOLVED: wire.resolved([4096, 8192]),
-    wire.FINISH: bytes(8),
-    wire.PUSH: wire.push(wire.ref(2), 64, [4096], [(0, 1, 2), (5, 6, 7)]),
+    wire.FINISH: wire.finish(wire.ref(0, 5), 1, 0, 4),
+    wire.PUSH: wire.push(
+        wire.ref(2), 64, [4096], [(0, 1, 2), (5, 6, 7)], dst_addrs=(8192, 0), token=9
+    ),
     wire.FAILURE: wire.outcome(5, b"why"),
 }
 KINDS = sorted(GOOD)
+OWN = testing.WIRE_VERSION
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -84,8 +87,8 @@ class TestHeader:
             testing.decode_header(wire.frame(1, magic=1), 100)
 
     def test_other_version_names_both(self) -> None:
-        with pytest.raises(EngineError, match="local 1, peer has 2"):
-            testing.decode_header(wire.frame(1, version=2), 100)
+        with pytest.raises(EngineError, match=f"local {OWN}, peer has {OWN + 1}"):
+            testing.decode_header(wire.frame(1, version=OWN + 1), 100)
 
     def test_oversized_payload(self) -> None:
         with pytest.raises(EngineError, match="over the limit of 100"):

@@ -53,6 +53,10 @@ def ref(kind: int, number: int = 0, model_id: int = 0, row: int = 0) -> bytes:
     return struct.pack("<BQQQ", kind, number, model_id, row)
 
 
+def finish(source: bytes, cache_id: int, first: int, count: int) -> bytes:
+    return source + struct.pack("<QII", cache_id, first, count)
+
+
 def u64_list(values: list[int]) -> bytes:
     return struct.pack(f"<I{len(values)}Q", len(values), *values)
 
@@ -61,7 +65,19 @@ def resolved(addrs: list[int], *, rows: int = 16, stride: int = 64, row: int = 0
     return struct.pack("<QQQQBBB", 1, row, rows, stride, 1, 1, 0) + u64_list(addrs)
 
 
-def push(target: bytes, stride: int, addrs: list[int], runs: list[tuple[int, int, int]]) -> bytes:
-    head = target + struct.pack("<QIBQQI", stride, 1000, 0, 0, 0, 2) + u64_list(addrs)
+def push(
+    target: bytes,
+    stride: int,
+    addrs: list[int],
+    runs: list[tuple[int, int, int]],
+    *,
+    dst_addrs: tuple[int, ...] = (),
+    token: int = 0,
+    to_blocks: bool = True,
+    src_bytes: int | None = None,
+) -> bytes:
+    head = target + struct.pack("<BQQIQ", 0, 0, 0, 2, token) + u64_list(list(dst_addrs))
+    size = min(64 * stride, 2**64 - 1) if src_bytes is None else src_bytes
+    head += struct.pack("<BQQI", to_blocks, size, stride, 1000) + u64_list(addrs)
     packed = b"".join(struct.pack("<3Q", *run) for run in runs)
     return head + struct.pack("<I", len(runs)) + packed

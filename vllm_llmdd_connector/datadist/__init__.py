@@ -4,11 +4,13 @@ The engine (csrc/, module ``_engine``) moves KV cache between processes of one h
 package needs neither torch nor numpy nor vLLM.
 """
 
-from vllm_llmdd_connector.datadist.cache_manager import CacheManager
+import os
+
 from vllm_llmdd_connector.datadist.cluster_info import LLMClusterInfo
 from vllm_llmdd_connector.datadist.config import LLMConfig, LlmConfig
 from vllm_llmdd_connector.datadist.datadist import LLMDataDist
 from vllm_llmdd_connector.datadist.keys import BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex
+from vllm_llmdd_connector.datadist.lazy import lazy_names
 from vllm_llmdd_connector.datadist.status import LLMException, LLMStatusCode, Status
 from vllm_llmdd_connector.datadist.transfer_config import (
     LayerSynchronizer,
@@ -26,27 +28,45 @@ from vllm_llmdd_connector.datadist.types import (
     RegisterMemStatus,
 )
 
-__all__ = [
-    "BlocksCacheKey",
-    "Cache",
+# The vendor's package does so when it is imported, and programs may rely on it for their children.
+os.environ.setdefault("AUTO_USE_UC_MEMORY", "0")
+
+__getattr__ = lazy_names(
+    __name__,
+    "CacheTask",
+    "KvCache",
+    "KvCacheManager",
+    "NativeLayerSynchronizer",
+    "Tensor",
+    "TensorDesc",
+)
+
+# In the vendor's order, which `from ... import *` shows.
+__all__ = [  # noqa: RUF022
+    "LLMClusterInfo",
+    "LLMStatusCode",
+    "LLMException",
+    "LLMRole",
+    "LlmConfig",
+    "LLMConfig",
+    "DataType",
+    "Status",
     "CacheDesc",
     "CacheKey",
     "CacheKeyByIdAndIndex",
-    "CacheManager",
-    "DataType",
-    "LLMClusterInfo",
-    "LLMConfig",
+    "KvCache",
+    "Cache",
+    "BlocksCacheKey",
     "LLMDataDist",
-    "LLMException",
-    "LLMRole",
-    "LLMStatusCode",
-    "LayerSynchronizer",
-    "LlmConfig",
-    "MemInfo",
-    "Memtype",
     "Placement",
     "RegisterMemStatus",
-    "Status",
+    "LayerSynchronizer",
     "TransferConfig",
+    "CacheTask",
     "TransferWithCacheKeyConfig",
+    "Memtype",
+    "MemInfo",
+    "TensorDesc",
+    "Tensor",
+    "KvCacheManager",
 ]

@@ -12,6 +12,9 @@ from typing import TypeAlias
 _Range: TypeAlias = tuple[int, int] | None
 _Ref: TypeAlias = tuple[int, int, int, int]
 _Triple: TypeAlias = tuple[int, int, int]
+_Pool: TypeAlias = tuple[int, int] | None  # bytes, page shift
+# Cache id (-1: not registered), then shape, element bytes and addresses for that case.
+_Local: TypeAlias = tuple[int, Sequence[int], int, Sequence[int]]
 
 class EngineError(RuntimeError):
     """A refused or failed call; args are the sentence and the LLMStatusCode value."""
@@ -24,6 +27,10 @@ class HostEngine:
         sync_kv_timeout_ms: int,
         listen_ip: str,
         listen_port: int,
+        device_pool: _Pool = None,
+        host_pool: _Pool = None,
+        link_total_time_ms: int = 120000,
+        link_retries: int = 1,
     ) -> None: ...
     def finalize(self) -> None: ...
     @property
@@ -60,6 +67,8 @@ class HostEngine:
         src_layers: _Range,
         dst_layers: _Range,
         tensors_per_layer: int,
+        src_offset: int | None = None,
+        dst_offset: int | None = None,
     ) -> None: ...
     def pull_blocks(
         self,
@@ -92,9 +101,80 @@ class HostEngine:
         src_layers: _Range,
         dst_layers: _Range,
         tensors_per_layer: int,
+        token: int = 0,
     ) -> None: ...
+    def transfer(
+        self,
+        src_cache_id: int,
+        num_layers: int,
+        tensors_per_layer: int,
+        src_blocks: array[int],
+        dst_blocks: array[int],
+        dst_block_bytes: int,
+        targets: Sequence[tuple[int, _Ref, Sequence[int], tuple[int, int], int, int, int],],
+        gate: object,
+    ) -> LayerTask:
+        """A target is (cluster id, ref, raw addresses, layers of the source, first layer of the
+        destination, row, token); a gate is a LayerMarks or a ``synchronize_layer`` to call."""
+
+    def open_reservation(self, cache_id: int, blocks: array[int]) -> int: ...
+    def close_reservation(self, token: int) -> None: ...
+    def allocate_cache(
+        self,
+        shape: Sequence[int],
+        element_bytes: int,
+        remote_accessible: bool,
+        host_placed: bool,
+        num_tensors: int,
+        keys: Sequence[_Triple],
+    ) -> tuple[int, list[int]]: ...
+    def allocate_blocks_cache(
+        self,
+        shape: Sequence[int],
+        element_bytes: int,
+        remote_accessible: bool,
+        host_placed: bool,
+        num_tensors: int,
+        model_id: int | None,
+    ) -> tuple[int, list[int]]: ...
+    def deallocate_cache(self, cache_id: int) -> None: ...
+    def remove_cache_key(self, key: _Triple) -> None: ...
+    def pool_used_bytes(self, host_placed: bool) -> int: ...
+    def copy_row(
+        self,
+        dst_cache_id: int,
+        src_cache_id: int,
+        dst_row: int,
+        src_row: int,
+        offset: int,
+        size: int,
+    ) -> None: ...
+    def copy_blocks(self, cache_id: int, src: array[int], dst: array[int]) -> None: ...
+    def move_blocks(
+        self, src: _Local, dst: _Local, src_blocks: array[int], dst_blocks: array[int]
+    ) -> None: ...
+    def link_members(self, name: str, members: Sequence[tuple[int, int]]) -> int: ...
+    def unlink_members(self, comm_id: int) -> None: ...
+    def comm_state(self, comm_id: int) -> int:
+        """A value of RegisterMemStatus."""
+
+    def linked(self, cluster_id: int) -> bool: ...
+    def check_link(self, cluster_id: int) -> None: ...
+    def listen(self, listen_ip: str, listen_port: int) -> None: ...
     def inject_probe_errno(self, error: int) -> None:
         """Tests only: probes of new links fail with this errno; 0 ends that."""
+
+class LayerTask:
+    def wait(self, timeout_ms: int | None) -> bool: ...
+    def results(self) -> list[int | None]: ...
+
+class LayerMarks:
+    def __init__(self, num_layers: int) -> None: ...
+    def mark(self, layer: int) -> None: ...
+    def mark_all(self) -> None: ...
+    def reset(self) -> None: ...
+    def abort(self) -> None: ...
+    def wait(self, layer: int, timeout_ms: int | None) -> bool: ...
 
 class testing:
     """Pieces of the engine by themselves, for its own tests."""

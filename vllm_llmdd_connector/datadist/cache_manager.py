@@ -1,59 +1,64 @@
 """``CacheManager``: registration of memory, pulls and pushes (second generation of the API).
 
+What it allocates by itself, and copies inside the process, are in ``cache_allocation``.
+
 Pulls and pushes block their caller, without the GIL, for at most ``sync_kv_timeout``. Memory stays
 the caller's: it must stay mapped until ``unregister_cache`` has returned.
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from vllm_llmdd_connector.datadist import _engine
+from vllm_llmdd_connector.datadist.cache_allocation import CacheAllocation
+from vllm_llmdd_connector.datadist.cache_task import CacheTask
 from vllm_llmdd_connector.datadist.checks import (
     block_array,
     check,
     check_elements,
     check_int64,
     check_range,
+    check_token,
     check_type,
     check_uint32,
     check_uint64,
 )
-from vllm_llmdd_connector.datadist.keys import (
-    INVALID_ID,
-    BlocksCacheKey,
-    CacheKey,
-    CacheKeyByIdAndIndex,
+from vllm_llmdd_connector.datadist.keys import BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex
+from vllm_llmdd_connector.datadist.layer_transfer import AnyConfig, start_transfer
+from vllm_llmdd_connector.datadist.refs import (
+    AnyKey,
+    LayerOptions,
+    check_cache_key,
+    check_per_layer,
+    layer_options,
+    ref_of,
 )
 from vllm_llmdd_connector.datadist.status import engine_errors, fail
+from vllm_llmdd_connector.datadist.transfer_config import LayerSynchronizer
 from vllm_llmdd_connector.datadist.types import Cache, CacheDesc, Placement
 
 __all__ = ["CacheManager"]
 
-logger = logging.getLogger(__name__)
-
-AnyKey = CacheKey | CacheKeyByIdAndIndex | BlocksCacheKey
-_Range = tuple[int, int] | None
-_Ref = tuple[int, int, int, int]
-
-# KeyKind of csrc/model/cache_key.h.
-_BY_REQUEST, _BY_PREFIX, _BY_MODEL, _BY_ID = range(4)
 _MASK = 2**64 - 1
-_LAYER_OPTIONS = frozenset({"src_layer_range", "dst_layer_range", "tensor_num_per_layer"})
 
 
-class CacheManager:
+class CacheManager(CacheAllocation):
     """Made by ``LLMDataDist``; its methods raise ``LLMException`` once that is finalized."""
 
     def __init__(self, engine: _engine.HostEngine, remote_access: bool) -> None:
         self._engine = engine
         self._remote_access = remote_access
         self._closed = False
+        self._called_link = False
 
     def close(self) -> None:
         self._closed = True
+
+    def set_is_call_linked(self) -> None:
+        """``link`` was called: what is registered from now on is not remote accessible."""
+        self._called_link = True
 
     def register_cache(
         self,
@@ -64,7 +69,7 @@ class CacheManager:
     ) -> Cache:
         """Register contiguous tensors at ``addrs``; key i names batch row i."""
         self._require_open()
-        _check_memory(cache_desc, addrs, remote_accessible)
+        self._check_memory(cache_desc, addrs, remote_accessible)
         check_type("cache_keys", cache_keys, list, tuple)
         check_elements("cache_keys", cache_keys, CacheKey)
         check(
@@ -76,7 +81,7 @@ class CacheManager:
             cache_id = self._engine.register_cache(
                 cache_desc.shape,
                 cache_desc.data_type.num_bytes,
-                _accessible(cache_desc, remote_accessible),
+                self._accessible(cache_desc, remote_accessible),
                 cache_desc.placement == Placement.HOST,
                 addrs,
                 [(key.req_id, key.prefix_id, key.model_id) for key in cache_keys],
@@ -93,7 +98,7 @@ class CacheManager:
         """Register tensors whose first dimension counts blocks. A key's model_id names them; the
         last registration of a model_id is the one that is found."""
         self._require_open()
-        _check_memory(cache_desc, addrs, remote_accessible)
+        self._check_memory(cache_desc, addrs, remote_accessible)
         if blocks_cache_key is not None:
             check_type("blocks_cache_key", blocks_cache_key, BlocksCacheKey)
         with engine_errors("register_blocks_cache"):
@@ -102,7 +107,7 @@ class CacheManager:
             cache_id = self._engine.register_blocks_cache(
                 cache_desc.shape,
                 cache_desc.data_type.num_bytes,
-                _accessible(cache_desc, remote_accessible),
+                self._accessible(cache_desc, remote_accessible),
                 cache_desc.placement == Placement.HOST,
                 addrs,
                 None if blocks_cache_key is None else blocks_cache_key.model_id & _MASK,
@@ -138,8 +143,8 @@ class CacheManager:
         check_uint32("batch_index", batch_index)
         check_int64("size", size)
         check(size == -1 or size > 0, f"size must be -1 or above 0, got {size}")
-        ref = _ref_of(cache_key)
-        layers = _layers(kwargs)
+        ref = ref_of(cache_key)
+        layers = layer_options(kwargs)
         with engine_errors("pull_cache"):
             self._engine.pull_cache(
                 cache_key.cluster_id, ref, cache.cache_id, batch_index, size, *layers
@@ -167,8 +172,8 @@ class CacheManager:
         check(len(dst) > 0, "dst_blocks is empty")
         by_blocks = isinstance(src_cache_key, BlocksCacheKey)
         check(by_blocks == (len(src) > 0), "src_blocks goes with a BlocksCacheKey only")
-        ref = _ref_of(src_cache_key)
-        layers = _layers(kwargs)
+        ref = ref_of(src_cache_key)
+        layers = layer_options(kwargs)
         with engine_errors("pull_blocks"):
             self._engine.pull_blocks(
                 src_cache_key.cluster_id & _MASK, ref, dst_cache.cache_id, src, dst, *layers
@@ -194,7 +199,7 @@ class CacheManager:
         check_int64("size", size)
         check(size == -1, f"size must be -1, got {size}")
         layers = _push_layers(src_cache, src_layer_range, dst_layer_range, tensor_num_per_layer)
-        ref = _ref_of(dst_cache_key)
+        ref = ref_of(dst_cache_key)
         with engine_errors("push_cache"):
             self._engine.push_cache(
                 dst_cache_key.cluster_id, ref, src_cache.cache_id, src_batch_index, *layers
@@ -209,31 +214,112 @@ class CacheManager:
         src_layer_range: range | None = None,
         dst_layer_range: range | None = None,
         tensor_num_per_layer: int = 2,
+        *,
+        token: int | None = None,
     ) -> None:
-        """Copy ``src_blocks[i]`` into a peer's ``dst_blocks[i]``; see ``push_cache``."""
+        """Copy ``src_blocks[i]`` into a peer's ``dst_blocks[i]``; see ``push_cache``.
+
+        With a ``token`` (an extension) ``dst_blocks`` are positions in the reservation that the
+        peer has opened; once it is closed, the call ends with ``LLM_KV_CACHE_NOT_EXIST``.
+        """
         self._require_push()
         check_type("dst_cache_key", dst_cache_key, BlocksCacheKey)
         check_type("src_cache", src_cache, Cache)
         check(src_cache.is_blocks_cache, "push_blocks needs a blocks cache, use push_cache")
         src, dst = block_array("src_blocks", src_blocks), block_array("dst_blocks", dst_blocks)
         check(len(dst) > 0, "dst_blocks is empty")
+        check_token(token)
         layers = _push_layers(src_cache, src_layer_range, dst_layer_range, tensor_num_per_layer)
-        ref = _ref_of(dst_cache_key)
+        ref = ref_of(dst_cache_key)
         with engine_errors("push_blocks"):
             self._engine.push_blocks(
-                dst_cache_key.cluster_id & _MASK, ref, src_cache.cache_id, src, dst, *layers
+                dst_cache_key.cluster_id & _MASK,
+                ref,
+                src_cache.cache_id,
+                src,
+                dst,
+                *layers,
+                token or 0,
             )
+
+    def transfer_cache_async(
+        self,
+        src_cache: Cache,
+        layer_synchronizer: LayerSynchronizer,
+        transfer_configs: Sequence[AnyConfig],
+        src_block_indices: Sequence[int] | None = None,
+        dst_block_indices: Sequence[int] | None = None,
+        dst_block_memory_size: int | None = None,
+        *,
+        tensor_num_per_layer: int = 2,
+    ) -> CacheTask:
+        """Push layer after layer, each as soon as ``layer_synchronizer`` says that it is computed.
+
+        Message mode takes ``TransferConfig``, remote-access mode ``TransferWithCacheKeyConfig``.
+        Blocks go to blocks; without ``src_block_indices`` row ``src_batch_index`` of the source
+        goes to a row, or is cut into chunks of ``dst_block_memory_size`` bytes, chunk i to
+        ``dst_block_indices[i]``. ``sync_kv_timeout`` bounds each layer of each destination; the
+        first failure ends the whole transfer. ``tensor_num_per_layer`` is an extension.
+        """
+        self._require_open()
+        check_type("src_cache", src_cache, Cache)
+        with engine_errors("transfer_cache_async"):
+            task = start_transfer(
+                self._engine,
+                src_cache,
+                layer_synchronizer,
+                transfer_configs,
+                src_block_indices,
+                dst_block_indices,
+                dst_block_memory_size,
+                tensor_num_per_layer,
+                by_key=self._remote_access,
+            )
+        return CacheTask(task)
+
+    def open_reservation(self, cache: Cache, blocks: Sequence[int]) -> int:
+        """Set blocks of a blocks cache aside for pushes that carry the returned token.
+
+        Such a push names them by position. An extension of the vendor's API.
+        """
+        self._require_open()
+        check_type("cache", cache, Cache)
+        reserved = block_array("blocks", blocks)
+        with engine_errors("open_reservation"):
+            return self._engine.open_reservation(cache.cache_id, reserved)
+
+    def close_reservation(self, token: int) -> None:
+        """Allow no more copies for this token; an unknown one is no error.
+
+        Returns when no copy for it runs. It waits for no other process.
+        """
+        self._require_open()
+        check_int64("token", token)
+        check(token > 0, f"token {token} is none of open_reservation")
+        with engine_errors("close_reservation"):
+            self._engine.close_reservation(token)
 
     @staticmethod
     def check_cache_key(cache_key: CacheKey) -> None:
         """Exactly one of req_id and prefix_id of a key used for a pull names something."""
-        check(
-            (cache_key.req_id == INVALID_ID) != (cache_key.prefix_id == INVALID_ID),
-            f"exactly one of req_id and prefix_id must be valid in {cache_key}",
-        )
+        check_cache_key(cache_key)
 
     def _require_open(self) -> None:
         check(not self._closed, "the LLMDataDist of this CacheManager is finalized")
+
+    def _accessible(self, cache_desc: CacheDesc, remote_accessible: bool | None) -> bool:
+        if remote_accessible is None:
+            return cache_desc.placement == Placement.DEVICE and not self._called_link
+        return remote_accessible
+
+    def _check_memory(
+        self, cache_desc: CacheDesc, addrs: list[int], remote_accessible: bool | None
+    ) -> None:
+        _check_memory(cache_desc, addrs, remote_accessible)
+        check(
+            not (self._called_link and remote_accessible),
+            "memory that peers shall access must be registered before link() is called",
+        )
 
     def _require_push(self) -> None:
         self._require_open()
@@ -250,39 +336,10 @@ def _check_memory(cache_desc: CacheDesc, addrs: list[int], remote_accessible: bo
         check_type("remote_accessible", remote_accessible, bool)
 
 
-def _accessible(cache_desc: CacheDesc, remote_accessible: bool | None) -> bool:
-    if remote_accessible is None:
-        return cache_desc.placement == Placement.DEVICE
-    return remote_accessible
-
-
-def _ref_of(key: AnyKey) -> _Ref:
-    if isinstance(key, BlocksCacheKey):
-        return _BY_MODEL, 0, key.model_id & _MASK, 0
-    if isinstance(key, CacheKeyByIdAndIndex):
-        return _BY_ID, key.cache_id & _MASK, 0, key.batch_index
-    CacheManager.check_cache_key(key)
-    if key.prefix_id != INVALID_ID:
-        return _BY_PREFIX, key.prefix_id, key.model_id, 0
-    return _BY_REQUEST, key.req_id, key.model_id, 0
-
-
-def _layers(options: Mapping[str, Any]) -> tuple[_Range, _Range, int]:
-    for name in options.keys() - _LAYER_OPTIONS:
-        logger.warning("option %s of a pull is unknown and has no effect", name)
-    per_layer = options.get("tensor_num_per_layer", 2)
-    _check_per_layer(per_layer)
-    return (
-        check_range("src_layer_range", options.get("src_layer_range")),
-        check_range("dst_layer_range", options.get("dst_layer_range")),
-        per_layer,
-    )
-
-
 def _push_layers(
     src_cache: Cache, src: range | None, dst: range | None, per_layer: int
-) -> tuple[_Range, _Range, int]:
-    _check_per_layer(per_layer)
+) -> LayerOptions:
+    check_per_layer(per_layer)
     num_tensors = src_cache.cache_desc.num_tensors
     check(
         num_tensors % per_layer == 0,
@@ -296,8 +353,3 @@ def _push_layers(
     )
     check(len(src) == len(dst), f"layer ranges differ in length: {len(src)} and {len(dst)}")
     return src_layers, dst_layers, per_layer
-
-
-def _check_per_layer(tensor_num_per_layer: int) -> None:
-    check_uint32("tensor_num_per_layer", tensor_num_per_layer)
-    check(tensor_num_per_layer > 0, "tensor_num_per_layer must be above 0")

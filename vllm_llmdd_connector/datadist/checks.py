@@ -20,6 +20,7 @@ __all__ = [
     "check_int32",
     "check_int64",
     "check_range",
+    "check_token",
     "check_type",
     "check_uint16",
     "check_uint32",
@@ -84,6 +85,14 @@ def check_range(name: str, value: range | None) -> tuple[int, int] | None:
         f"{name} must satisfy 0 <= start < stop, got [{value.start}, {value.stop})",
     )
     return value.start, value.stop
+
+
+def check_token(token: int | None) -> None:
+    """A token of ``open_reservation``, or ``None``."""
+    if token is None:
+        return
+    check_int64("token", token)
+    check(token > 0, f"token {token} is none of open_reservation")
 
 
 def block_array(name: str, blocks: Sequence[int]) -> array[int]:

@@ -10,8 +10,8 @@ import contextlib
 import logging
 import os
 import threading
-from collections.abc import Sequence
-from typing import ClassVar, NoReturn
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
 
 from vllm_llmdd_connector.datadist import _engine
 from vllm_llmdd_connector.datadist.cache_manager import CacheManager
@@ -23,15 +23,20 @@ from vllm_llmdd_connector.datadist.checks import (
     check_uint64,
 )
 from vllm_llmdd_connector.datadist.cluster_info import LLMClusterInfo, ip_text
-from vllm_llmdd_connector.datadist.settings import EngineSettings, read_settings
+from vllm_llmdd_connector.datadist.collective import check_comm_id, check_members
+from vllm_llmdd_connector.datadist.first_links import FirstGenerationLinks
+from vllm_llmdd_connector.datadist.kv_cache_manager import KvCacheManager
+from vllm_llmdd_connector.datadist.link_use import LinkUse
+from vllm_llmdd_connector.datadist.settings import EngineSettings, listen_address, read_settings
 from vllm_llmdd_connector.datadist.status import (
     LLMException,
     LLMStatusCode,
     engine_errors,
     fail,
+    first_generation_errors,
     status_of,
 )
-from vllm_llmdd_connector.datadist.types import LLMRole
+from vllm_llmdd_connector.datadist.types import LLMRole, RegisterMemStatus
 
 __all__ = ["LLMDataDist"]
 
@@ -43,7 +48,7 @@ _LinkResult = tuple[LLMStatusCode, list[LLMStatusCode]]
 class _Running:
     """What exists between ``init`` and ``finalize``."""
 
-    def __init__(self, cluster_id: int, settings: EngineSettings) -> None:
+    def __init__(self, role: LLMRole, cluster_id: int, settings: EngineSettings) -> None:
         self.settings = settings
         self.owner_pid = os.getpid()
         with engine_errors("init"):
@@ -53,8 +58,20 @@ class _Running:
                 settings.sync_kv_timeout_ms,
                 settings.listen_ip,
                 settings.listen_port,
+                settings.device_pool,
+                settings.host_pool,
+                settings.link_total_time_ms,
+                settings.link_retries,
             )
+        link_use = LinkUse()
         self.cache_manager = CacheManager(self.engine, settings.remote_access)
+        self.kv_cache_manager = KvCacheManager(self.engine, role, link_use)
+        self.first_links = FirstGenerationLinks(self.engine, link_use)
+
+    def close(self) -> None:
+        self.cache_manager.close()
+        self.kv_cache_manager.close()
+        self.engine.finalize()
 
 
 class LLMDataDist:
@@ -85,7 +102,8 @@ class LLMDataDist:
                     "another LLMDataDist of this process is initialised; finalize it first",
                     LLMStatusCode.LLM_FAILED,
                 )
-            self._running = _Running(self._cluster_id, read_settings(options))
+            settings = read_settings(options, self._role)
+            self._running = _Running(self._role, self._cluster_id, settings)
             LLMDataDist.llm_engine_instance = self
 
     def finalize(self) -> None:
@@ -95,8 +113,7 @@ class LLMDataDist:
             if LLMDataDist.llm_engine_instance is self:
                 LLMDataDist.llm_engine_instance = None
         if running is not None:
-            running.cache_manager.close()
-            running.engine.finalize()
+            running.close()
 
     @property
     def cluster_id(self) -> int:
@@ -104,13 +121,11 @@ class LLMDataDist:
 
     @property
     def cache_manager(self) -> CacheManager:
-        return self._require().cache_manager
+        return self._require_second("cache_manager").cache_manager
 
     @property
-    def kv_cache_manager(self) -> NoReturn:
-        """First generation only, so never with this engine."""
-        self._require()
-        fail("kv_cache_manager belongs to enable_cache_manager = False; use cache_manager")
+    def kv_cache_manager(self) -> KvCacheManager:
+        return self._require_first("kv_cache_manager").kv_cache_manager
 
     @property
     def listen_port(self) -> int:
@@ -132,7 +147,10 @@ class LLMDataDist:
         if not clusters:
             return LLMStatusCode.LLM_PARAM_INVALID, []
         for cluster in clusters:
-            check_uint64("remote_cluster_id", cluster.remote_cluster_id)
+            _remote_id(cluster)
+        if running.settings.first_generation:
+            return running.first_links.link(self._role, clusters, timeout)
+        for cluster in clusters:
             if running.settings.needs_local_ip:
                 check(bool(cluster.local_ip_info_list), "local_ip_info_list is empty")
         targets = [_target(cluster) for cluster in clusters if _dialable(cluster)]
@@ -141,7 +159,9 @@ class LLMDataDist:
         answers = iter(codes)
         return _overall(
             [
-                status_of(next(answers)) if _dialable(cluster) else LLMStatusCode.LLM_PARAM_INVALID
+                _link_status(next(answers))
+                if _dialable(cluster)
+                else LLMStatusCode.LLM_PARAM_INVALID
                 for cluster in clusters
             ]
         )
@@ -159,9 +179,78 @@ class LLMDataDist:
         if not clusters:
             return LLMStatusCode.LLM_PARAM_INVALID, []
         ids = [_remote_id(cluster) for cluster in clusters]
+        if running.settings.first_generation:
+            return running.first_links.unlink(clusters, timeout, force)
         with engine_errors("unlink_clusters"):
             codes = running.engine.unlink(ids, timeout, force)
         return _overall([status_of(code) for code in codes])
+
+    def link(self, comm_name: str, cluster_rank_info: dict[int, int], rank_table: str) -> int:
+        """Start to link with all members that call this with the same name and mapping.
+
+        Returns a comm id at once; poll ``query_register_mem_status`` until it says OK. Members meet
+        in a directory of this user below TMPDIR, so they run on one host, and the rank table, whose
+        addresses nobody dials here, is not read. What is registered afterwards is not remote
+        accessible.
+        """
+        running = self._require_collective()
+        members = check_members(comm_name, cluster_rank_info, rank_table)
+        with engine_errors("link"):
+            comm_id = running.engine.link_members(comm_name, members)
+        running.cache_manager.set_is_call_linked()
+        return comm_id
+
+    def unlink(self, comm_id: int) -> None:
+        """Drop this end of a ``link``, also while it is being set up."""
+        running = self._require_collective()
+        check_comm_id(comm_id)
+        with engine_errors("unlink"):
+            running.engine.unlink_members(comm_id)
+
+    def query_register_mem_status(self, comm_id: int) -> RegisterMemStatus:
+        """How far a ``link`` is. ``last_link_error`` says why it FAILED."""
+        running = self._require_collective()
+        check_comm_id(comm_id)
+        with engine_errors("query_register_mem_status"):
+            return RegisterMemStatus(running.engine.comm_state(comm_id))
+
+    def switch_role(self, role: LLMRole, switch_options: dict[str, str] | None = None) -> None:
+        """Take another role, and listen at ``llm.listenIpInfo`` of the options, or nowhere.
+
+        Raises ``LLM_EXIST_LINK`` while there is a link. Caches stay as they are.
+        """
+        running = self._require()
+        check_type("role", role, LLMRole)
+        options: Mapping[str, str] = {}
+        if switch_options is not None:
+            check_type("switch_options", switch_options, dict)
+            check_elements("switch_options", switch_options.keys(), str)
+            check_elements("switch_options", switch_options.values(), str)
+            options = switch_options
+        address = listen_address(options)
+        settings = running.settings
+        if settings.first_generation:
+            self._check_first_switch(role, settings, address)
+        if settings.point_to_point and address != (settings.listen_ip, settings.listen_port):
+            fail(
+                "the hixl backend keeps its listening address",
+                LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
+            )
+        with engine_errors("switch_role"):
+            running.engine.listen(*address)
+        running.kv_cache_manager.switch_role(role)
+        self._role = role
+
+    def _check_first_switch(
+        self, role: LLMRole, settings: EngineSettings, address: tuple[str, int]
+    ) -> None:
+        check(role != self._role, f"the role is {role} already")
+        check(role != LLMRole.PROMPT or bool(address[0]), "a PROMPT needs llm.listenIpInfo")
+        if not settings.may_switch_role:
+            fail(
+                "the role can be switched with LLMConfig.enable_switch_role = True only",
+                LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
+            )
 
     def last_link_error(self, cluster_id: int) -> str:
         """Why the last attempt to link or unlink with this cluster failed, as one sentence.
@@ -173,11 +262,34 @@ class LLMDataDist:
         with engine_errors("last_link_error"):
             return self._require().engine.last_link_error(cluster_id)
 
-    def check_link_status(self, remote_cluster_id: int) -> NoReturn:
-        """First generation only, so never with this engine."""
-        self._require()
+    def check_link_status(self, remote_cluster_id: int) -> None:
+        """Raise unless the peer answers over the link (first generation only)."""
+        running = self._require_first("check_link_status")
         check_uint64("remote_cluster_id", remote_cluster_id)
-        fail("check_link_status belongs to enable_cache_manager = False")
+        with first_generation_errors("check_link_status"):
+            running.engine.check_link(remote_cluster_id)
+
+    def _require_collective(self) -> _Running:
+        running = self._require_second("link")
+        if running.settings.point_to_point:
+            fail(
+                "the hixl backend has link_clusters only",
+                LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
+            )
+        return running
+
+    def _require_first(self, what: str) -> _Running:
+        running = self._require()
+        check(running.settings.first_generation, f"{what} belongs to enable_cache_manager = False")
+        return running
+
+    def _require_second(self, what: str) -> _Running:
+        running = self._require()
+        check(
+            not running.settings.first_generation,
+            f"{what} belongs to enable_cache_manager = True",
+        )
+        return running
 
     def _require(self) -> _Running:
         running = self._running
@@ -206,6 +318,12 @@ def _dialable(cluster: LLMClusterInfo) -> bool:
 def _target(cluster: LLMClusterInfo) -> tuple[int, str, int]:
     ip, port = cluster.remote_ip_info_list[0]
     return _remote_id(cluster), ip_text(ip), port
+
+
+def _link_status(code: int) -> LLMStatusCode:
+    """A link that was not made in time is one that failed; the sentence says why."""
+    status = status_of(code)
+    return LLMStatusCode.LLM_LINK_FAILED if status == LLMStatusCode.LLM_TIMEOUT else status
 
 
 def _overall(statuses: list[LLMStatusCode]) -> _LinkResult:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from vllm_llmdd_connector.datadist.checks import check, check_elements, check_type
+from vllm_llmdd_connector.datadist.cluster_info import ip_text, trans_str_ip
 from vllm_llmdd_connector.datadist.status import LLMStatusCode, fail
+from vllm_llmdd_connector.datadist.types import LLMRole
 
-__all__ = ["EngineSettings", "read_settings"]
+__all__ = ["EngineSettings", "listen_address", "read_settings"]
 
 _CACHE_MANAGER = "llm.EnableCacheManager"
 _REMOTE_ACCESS = "llm.EnableRemoteCacheAccessible"
@@ -19,10 +22,22 @@ _LISTEN = "llm.listenIpInfo"
 _TIMEOUT = "llm.SyncKvCacheWaitTime"
 _FLOW_MEMORY = "ge.flowGraphMemMaxSize"
 _DEVICE = "ge.exec.deviceId"
-_POOLS = ("llm.MemPoolConfig", "llm.HostMemPoolConfig")
+_DEVICE_POOL = "llm.MemPoolConfig"
+_HOST_POOL = "llm.HostMemPoolConfig"
+_CLUSTER_INFO = "llm.ClusterInfo"
+_SWITCH_ROLE = "llm.EnableSwitchRole"
+_LINK_TIME = "llm.LinkTotalTime"
+_LINK_RETRIES = "llm.LinkRetryCount"
+_LINK_TIME_VARIABLE = "HCCL_CONNECT_TIMEOUT"  # the vendor's default for link()
 
 _DEFAULT_SYNC_KV_TIMEOUT_MS = 1000
+_DEFAULT_LINK_TIME_S = "120"
+_MAX_LINK_RETRIES = 100
+_DEFAULT_PAGE_SHIFT = 16
+_FIRST_GENERATION_PAGE_SHIFT = 9  # its tensors are aligned to 512 bytes
 _PAGE_SHIFTS = range(10, 31)
+
+Pool = tuple[int, int]  # bytes, page shift
 
 
 @dataclass(frozen=True)
@@ -34,9 +49,16 @@ class EngineSettings:
     listen_ip: str
     listen_port: int
     needs_local_ip: bool  # link_clusters insists on a local address in each cluster info
+    device_pool: Pool | None
+    host_pool: Pool | None
+    link_total_time_ms: int  # bounds the set-up of one link()
+    link_retries: int
+    point_to_point: bool  # the backend has no link()
+    first_generation: bool = False  # KvCacheManager, else CacheManager
+    may_switch_role: bool = True
 
 
-def read_settings(options: Mapping[str, str]) -> EngineSettings:
+def read_settings(options: Mapping[str, str], role: LLMRole) -> EngineSettings:
     """Check the options the engine looks at; others are the vendor's and are left alone."""
     check_type("options", options, dict)
     check_elements("options", options.keys(), str)
@@ -45,23 +67,65 @@ def read_settings(options: Mapping[str, str]) -> EngineSettings:
     check_elements("options", options.values(), str)
     completed = _with_defaults(options)
     if completed.get(_CACHE_MANAGER) != "1":
-        fail(
-            "this engine has the second-generation CacheManager only; "
-            "set LLMConfig.enable_cache_manager = True",
-            LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
-        )
+        return _first_generation(completed, role)
     _check_device(completed)
-    for key in _POOLS:
-        if key in completed:
-            _check_pool(key, completed[key])
-    listen_ip, listen_port = _listen_address(completed.get(_LISTEN, ""))
+    listen_ip, listen_port = listen_address(completed)
     return EngineSettings(
         remote_access=_flag(_REMOTE_ACCESS, completed.get(_REMOTE_ACCESS, "0")),
         sync_kv_timeout_ms=_timeout_ms(completed),
         listen_ip=listen_ip,
         listen_port=listen_port,
         needs_local_ip=not completed.get(_LOCAL_COMM_RES),
+        device_pool=_pool(_DEVICE_POOL, completed),
+        host_pool=_pool(_HOST_POOL, completed),
+        link_total_time_ms=_link_time_s(completed) * 1000,
+        link_retries=_link_retries(completed),
+        point_to_point=_BACKEND in completed,
     )
+
+
+def _first_generation(options: Mapping[str, str], role: LLMRole) -> EngineSettings:
+    """A PROMPT listens. Caches come from a pool as large as the machine's memory, of which the
+    kernel supplies what is touched, unless ``ge.flowGraphMemMaxSize`` says less."""
+    if ";" in options.get(_DEVICE, ""):
+        fail("this engine has one device per process", LLMStatusCode.LLM_FEATURE_NOT_ENABLED)
+    _check_device(options)
+    listen_ip, listen_port = _prompt_address(options) if role == LLMRole.PROMPT else ("", 0)
+    memory = int(options.get(_FLOW_MEMORY, "0")) or _machine_memory()
+    return EngineSettings(
+        remote_access=False,
+        sync_kv_timeout_ms=_timeout_ms(options),
+        listen_ip=listen_ip,
+        listen_port=listen_port,
+        needs_local_ip=True,
+        device_pool=(memory, _FIRST_GENERATION_PAGE_SHIFT),
+        host_pool=None,
+        link_total_time_ms=_link_time_s(options) * 1000,
+        link_retries=_link_retries(options),
+        point_to_point=False,
+        first_generation=True,
+        may_switch_role=options.get(_SWITCH_ROLE) == "1",
+    )
+
+
+def _machine_memory() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _prompt_address(options: Mapping[str, str]) -> tuple[str, int]:
+    if _CLUSTER_INFO in options:
+        return _cluster_info_address(options[_CLUSTER_INFO])
+    check(bool(options.get(_LISTEN)), f"a PROMPT needs {_LISTEN}")
+    return listen_address(options)
+
+
+def _cluster_info_address(text: str) -> tuple[str, int]:
+    try:
+        (address,) = json.loads(text)["listen_ip_info"]
+        ip, port = address["ip"], int(address["port"])
+        return ip_text(trans_str_ip(ip)), port
+    except (ValueError, KeyError, TypeError) as error:
+        fail(f"{_CLUSTER_INFO} must be JSON with one entry in listen_ip_info: {error!r}")
 
 
 def _with_defaults(options: Mapping[str, str]) -> dict[str, str]:
@@ -91,7 +155,32 @@ def _timeout_ms(options: Mapping[str, str]) -> int:
     return int(text) or _DEFAULT_SYNC_KV_TIMEOUT_MS
 
 
-def _listen_address(text: str) -> tuple[str, int]:
+def _number(key: str, text: str) -> int:
+    check(text.isascii() and text.isdigit(), f"{key} must be a number, got {text!r}")
+    return int(text)
+
+
+def _link_time_s(options: Mapping[str, str]) -> int:
+    seconds = _number(_LINK_TIME, options.get(_LINK_TIME, "0"))
+    check(seconds < 2**32, f"{_LINK_TIME} {seconds} is outside [0, {2**32})")
+    if seconds == 0:
+        text = os.environ.get(_LINK_TIME_VARIABLE, _DEFAULT_LINK_TIME_S)
+        seconds = _number(_LINK_TIME_VARIABLE, text)
+    return seconds
+
+
+def _link_retries(options: Mapping[str, str]) -> int:
+    retries = _number(_LINK_RETRIES, options.get(_LINK_RETRIES, "1"))
+    check(
+        1 <= retries <= _MAX_LINK_RETRIES,
+        f"{_LINK_RETRIES} {retries} is outside [1, {_MAX_LINK_RETRIES}]",
+    )
+    return retries
+
+
+def listen_address(options: Mapping[str, str]) -> tuple[str, int]:
+    """The address of ``llm.listenIpInfo``; an empty ip if there is none."""
+    text = options.get(_LISTEN, "")
     if not text:
         return "", 0
     parts = text.split(":")
@@ -116,11 +205,20 @@ def _check_flow_memory(size: object) -> None:
     check(size.isascii() and size.isdigit(), f"{_FLOW_MEMORY} must be one number, got {size!r}")
 
 
-def _check_pool(key: str, text: str) -> None:
+def _pool(key: str, options: Mapping[str, str]) -> Pool | None:
+    if key not in options:
+        return None
     try:
-        pool = json.loads(text)
-        size, page_shift = pool["memory_size"], pool.get("page_shift", 16)
+        pool = json.loads(options[key])
+        size, page_shift = pool["memory_size"], pool.get("page_shift", _DEFAULT_PAGE_SHIFT)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         fail(f"{key} must be JSON with memory_size: {error!r}")
-    check(isinstance(size, int) and size > 0, f"{key}: memory_size must be above 0, got {size!r}")
-    check(page_shift in _PAGE_SHIFTS, f"{key}: page_shift {page_shift!r} is outside [10, 31)")
+    check(
+        isinstance(size, int) and 0 < size < 2**63,
+        f"{key}: memory_size must be above 0, got {size!r}",
+    )
+    check(
+        isinstance(page_shift, int) and page_shift in _PAGE_SHIFTS,
+        f"{key}: page_shift {page_shift!r} is outside [10, 31)",
+    )
+    return size, page_shift

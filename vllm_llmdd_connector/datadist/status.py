@@ -9,9 +9,19 @@ from typing import NoReturn
 
 from vllm_llmdd_connector.datadist import _engine
 
-__all__ = ["LLMException", "LLMStatusCode", "Status", "engine_errors", "fail", "status_of"]
+__all__ = [
+    "LLMException",
+    "LLMStatusCode",
+    "Status",
+    "engine_errors",
+    "fail",
+    "first_generation_errors",
+    "first_generation_status",
+    "status_of",
+]
 
 _BASE = 0x5010B000
+_KEY_EXISTS = _BASE + 0x15  # of the engine; Python has no name for it
 
 
 class LLMStatusCode(IntEnum):
@@ -107,7 +117,31 @@ def engine_errors(tag: str) -> Iterator[None]:
         yield
     except _engine.EngineError as error:
         sentence, code = error.args
-        status = status_of(code)
-        raise LLMException(
-            f"[{tag}] failed, error code is {status}: {sentence}", status_code=status
-        ) from None
+        status = LLMStatusCode.LLM_PARAM_INVALID if code == _KEY_EXISTS else status_of(code)
+        raise _exception(tag, status, sentence) from None
+
+
+# What the first generation calls the engine's codes; it has no name for a key that is bound twice.
+_FIRST_GENERATION = {
+    LLMStatusCode.LLM_TIMEOUT: LLMStatusCode.LLM_WAIT_PROCESS_TIMEOUT,
+    LLMStatusCode.LLM_OUT_OF_MEMORY: LLMStatusCode.LLM_DEVICE_OUT_OF_MEMORY,
+}
+
+
+def first_generation_status(code: int) -> LLMStatusCode:
+    status = status_of(code)
+    return _FIRST_GENERATION.get(status, status)
+
+
+@contextmanager
+def first_generation_errors(tag: str) -> Iterator[None]:
+    """``engine_errors`` with the codes of ``KvCacheManager``."""
+    try:
+        yield
+    except _engine.EngineError as error:
+        sentence, code = error.args
+        raise _exception(tag, first_generation_status(code), sentence) from None
+
+
+def _exception(tag: str, status: LLMStatusCode, sentence: str) -> LLMException:
+    return LLMException(f"[{tag}] failed, error code is {status}: {sentence}", status_code=status)

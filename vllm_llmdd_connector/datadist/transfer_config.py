@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from vllm_llmdd_connector.datadist.checks import (
     check,
     check_range,
+    check_token,
     check_type,
     check_uint32,
     check_uint64,
@@ -84,6 +85,11 @@ class TransferWithCacheKeyConfig:
     """One destination by cache key. Both layer ranges are needed and have the same length.
 
     ``dst_cluster_id`` is the key's at construction; replacing ``cache_key`` does not change it.
+
+    ``token`` is an extension of the vendor's API: it names a reservation of the destination
+    (``CacheManager.open_reservation``), and the call's ``dst_block_indices`` are positions in it.
+    Once the reservation is closed the config ends with ``LLM_KV_CACHE_NOT_EXIST``, without a copy
+    and without ending the other configs.
     """
 
     def __init__(
@@ -92,8 +98,11 @@ class TransferWithCacheKeyConfig:
         src_layer_range: range | None = None,
         dst_layer_range: range | None = None,
         src_batch_index: int = 0,
+        *,
+        token: int | None = None,
     ) -> None:
         self.cache_key = cache_key
+        self.token = token
         self.dst_cluster_id = cache_key.cluster_id
         self.src_layer_range = _required("src_layer_range", src_layer_range)
         self.dst_layer_range = _required("dst_layer_range", dst_layer_range)
@@ -112,6 +121,15 @@ class TransferWithCacheKeyConfig:
     def cache_key(self, cache_key: BlocksCacheKey | CacheKeyByIdAndIndex) -> None:
         check_type("cache_key", cache_key, BlocksCacheKey, CacheKeyByIdAndIndex)
         self._cache_key = cache_key
+
+    @property
+    def token(self) -> int | None:
+        return self._token
+
+    @token.setter
+    def token(self, token: int | None) -> None:
+        check_token(token)
+        self._token = token
 
     @property
     def src_layer_range(self) -> range:

@@ -205,7 +205,7 @@ class CacheDesc:
 
 
 class Cache:
-    """A registered cache. The memory stays the caller's; made by ``CacheManager``."""
+    """A registered or allocated cache, made by ``CacheManager``. It owns no memory by itself."""
 
     def __init__(
         self, cache_id: int, cache_desc: CacheDesc, tensor_addrs: list[int], is_blocks_cache: bool
@@ -239,6 +239,10 @@ class Cache:
     @property
     def tensor_addrs(self) -> list[int]:
         return self._tensor_addrs
+
+    def forget_addrs(self) -> None:
+        """The memory is no longer the holder's to use."""
+        self._tensor_addrs = []
 
     @property
     def is_blocks_cache(self) -> bool:

@@ -1,0 +1,1 @@
+"""What programs import as ``llm_datadist.utils``."""

@@ -1,0 +1,1 @@
+"""The submodules that programs import from ``llm_datadist.v2``."""
