@@ -31,7 +31,8 @@ class ConnectorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """IPv4 addresses and networks (CIDR) that this engine may dial when a request names them."""
 
     engine: Literal["auto", "host", "ascend"] = "auto"
-    """LLM-DataDist implementation: ours on host memory, or the vendor's ``llm_datadist``."""
+    """LLM-DataDist implementation: ours on host memory, or the vendor's ``llm_datadist``; ``auto``
+    goes by where the KV tensors are."""
 
     first_contact_timeout_s: float = 5.0
     """D: how long a new request waits for P's first answer before it is prefilled locally."""

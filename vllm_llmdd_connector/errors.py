@@ -4,6 +4,8 @@ A message names what failed, the identifiers, both values, and the next step. ``
 our own or the operator's mistakes; ``Remote`` ones are a peer's.
 """
 
+from typing import Any
+
 
 class ConnectorError(Exception):
     """Base of every error the connector raises on purpose."""
@@ -31,3 +33,8 @@ class TransferError(ConnectorError):
 
 class TransferTimeout(TransferError):
     """A KV transfer stage ran out of time; the message names the stage."""
+
+
+def status_name(status: Any) -> str:
+    """Name of an LLM-DataDist status code, which is an IntEnum or, in older CANN, a plain Enum."""
+    return str(getattr(status, "name", status))

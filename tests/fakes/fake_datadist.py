@@ -1,9 +1,9 @@
 """The LLM-DataDist API inside one process, with faults on demand.
 
-``FakeDataDist.api`` has the names that ``vllm_llmdd_connector.worker.engine`` uses, so it can stand
-where that file expects the module; see ``install``. All engines made from one ``FakeDataDist`` can
-link to each other. A pull copies bytes between the registered addresses, like the real engine,
-and checks keys, links and indices before it does.
+``FakeDataDist.api`` has the names that ``vllm_llmdd_connector.worker`` uses of the host engine, so
+it can stand where that expects the module; see ``install``. All engines made from one
+``FakeDataDist`` can link to each other. A pull copies bytes between the registered addresses, like
+the real engine, and checks keys, links and indices before it does.
 
 What must not happen whatever the test does (a transfer or unlink beside ``finalize``) is noted in
 ``violations``; a test asserts at its end that there are none.

@@ -29,6 +29,7 @@ class FakePullEngine:
         self.pull_gate: threading.Event | None = None
         self.pull_started = threading.Event()
         self.on_pull: Callable[[], None] = lambda: None
+        self.on_unlink: Callable[[], None] = lambda: None
 
     def link(self, endpoint: WorkerEndpoint) -> None:
         self.calls.append("link")
@@ -37,6 +38,7 @@ class FakePullEngine:
 
     def unlink(self, endpoint: WorkerEndpoint) -> None:
         self.calls.append("unlink")
+        self.on_unlink()
 
     def pull(
         self, peer_cluster_id: int, plan: CachePlan, src_blocks: list[int], dst_blocks: list[int]

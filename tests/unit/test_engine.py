@@ -10,9 +10,10 @@ from fakes.fake_datadist import FakeDataDist, LLMStatusCode
 
 from vllm_llmdd_connector.config import ConnectorConfig
 from vllm_llmdd_connector.control.messages import WorkerEndpoint
-from vllm_llmdd_connector.errors import ConfigError, LinkError, TransferError, TransferTimeout
+from vllm_llmdd_connector.errors import LinkError, TransferError, TransferTimeout
 from vllm_llmdd_connector.layout.kv_layout import CachePlan, Region
-from vllm_llmdd_connector.worker.engine import DataDistEngine, load_api
+from vllm_llmdd_connector.worker.backend import HostBackend
+from vllm_llmdd_connector.worker.engine import DataDistEngine
 
 NUM_BLOCKS, BLOCK_LEN, NUM_LAYERS = 4, 16, 2
 P, D = 0xA, 0xD
@@ -34,7 +35,10 @@ class Side:
             for i, buffer in enumerate(self.memory)
         )
         self.plan = CachePlan(0, 0, NUM_BLOCKS, BLOCK_LEN, regions)
-        self.engine = DataDistEngine(ConnectorConfig(), cluster_id, [self.plan], is_producer)
+        config = ConnectorConfig()
+        self.engine = DataDistEngine(
+            config, HostBackend(config), cluster_id, [self.plan], is_producer
+        )
 
     def blocks(self, layer: int) -> list[int]:
         """The first byte of each block; every block is of one byte value."""
@@ -146,11 +150,6 @@ def test_peer_killed_between_two_blocks_ends_the_pull_there(
         d.engine.pull(P, d.plan, [0, 1], [0, 1])
     assert d.blocks(0) == [100, 101, 2, 3]
     assert d.blocks(1) == [116, 17, 18, 19]
-
-
-def test_ascend_engine_is_refused_in_one_sentence() -> None:
-    with pytest.raises(ConfigError, match="engine 'ascend' is not supported"):
-        load_api("ascend")
 
 
 def test_fake_has_names_codes_and_arguments_of_the_real_api() -> None:

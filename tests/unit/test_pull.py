@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 
 import pytest
-from fakes.clock import wait_for
+from fakes.clock import PATIENCE_S, wait_for
 from fakes.pull_peer import ReleasePeer
 from fakes.puller import TP_RANK, Puller, make_job
 
@@ -112,6 +114,21 @@ class TestSuccess:
         counts, failures = puller.figures()
         assert counts["junk_messages"] == 1
         assert not failures
+
+    def test_copy_waits_for_the_device_s_earlier_work(
+        self, puller: Puller, peer: ReleasePeer
+    ) -> None:
+        """The job's blocks may still be read or written by kernels that were queued before it."""
+        done = threading.Event()
+        job = make_job(5)
+        puller.completions.expect(job.request_id, [])
+        assert puller.thread.submit(job, SimpleNamespace(wait=lambda: done.wait(PATIENCE_S)))
+        wait_for(lambda: puller.engine.calls == ["link"], "the link")
+        assert not puller.engine.pull_started.wait(0.05)
+        done.set()
+        peer.ack(peer.next_release())
+        puller.wait_reported(job.request_id)
+        assert puller.engine.names() == ["link", "pull"]
 
 
 class TestFailure:
@@ -235,6 +252,26 @@ class TestPeerLost:
         puller.wait_reported(request_id)
         assert puller.failed[request_id].startswith("release: the control connection to 127.0.0.1")
         wait_for(lambda: puller.ended == [puller.thread], "the thread's end")
+        assert puller.engine.names() == ["link", "pull", "unlink"]
+
+    def test_no_successor_links_while_the_lost_peer_is_unlinked(
+        self, puller: Puller, peer: ReleasePeer
+    ) -> None:
+        """The old thread's unlink dropped its successor's new link to the same peer."""
+        unlinking, go_on = threading.Event(), threading.Event()
+
+        def unlink() -> None:
+            unlinking.set()
+            go_on.wait(PATIENCE_S)
+
+        puller.engine.on_unlink = unlink
+        puller.submit(1)
+        peer.next_release()
+        peer.close()
+        assert unlinking.wait(PATIENCE_S)
+        late = puller.submit(2)  # taken, so that the caller starts no other thread
+        go_on.set()
+        puller.wait_reported(late)
         assert puller.engine.names() == ["link", "pull", "unlink"]
 
     def test_job_for_a_peer_that_is_gone_is_failed_and_not_lost(

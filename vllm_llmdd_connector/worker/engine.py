@@ -1,43 +1,27 @@
 """One worker's LLM-DataDist instance: registration, links and pulls, with errors in words.
 
-The only file of the connector that calls the LLM-DataDist API.
+The only file of the connector that calls the LLM-DataDist API, with the two backends under it.
 """
 
-import importlib
-import importlib.util
-from types import ModuleType
+from collections.abc import Iterator
 from typing import Any
 
 from vllm_llmdd_connector.config import ConnectorConfig
 from vllm_llmdd_connector.control.messages import WorkerEndpoint
-from vllm_llmdd_connector.errors import ConfigError, LinkError, TransferError, TransferTimeout
+from vllm_llmdd_connector.errors import (
+    ConfigError,
+    LinkError,
+    TransferError,
+    TransferTimeout,
+    status_name,
+)
 from vllm_llmdd_connector.layout.kv_layout import CachePlan
 from vllm_llmdd_connector.log import get_logger
+from vllm_llmdd_connector.worker.backend import Backend, Fence
 
 logger = get_logger(__name__)
 
-HOST_API = "vllm_llmdd_connector.datadist"
-VENDOR_API = "llm_datadist"
-
-
-def load_api(name: str) -> ModuleType:
-    """The module with the LLM-DataDist names for the ``engine`` option.
-
-    Raises:
-        ConfigError: the engine is not available here; says what to install or choose.
-    """
-    if name == "ascend":
-        raise ConfigError(
-            "engine 'ascend' is not supported by this version of the connector; use engine 'host' "
-            "for KV cache in host memory"
-        )
-    try:
-        return importlib.import_module(HOST_API)
-    except ImportError as error:
-        raise ConfigError(
-            f"engine {name!r} needs the native part of {HOST_API}, which cannot be imported: "
-            f"{error}; reinstall vllm-llmdd-connector on this machine"
-        ) from None
+_TIMEOUTS = ("LLM_TIMEOUT", "LLM_WAIT_PROCESS_TIMEOUT")
 
 
 class DataDistEngine:
@@ -46,20 +30,28 @@ class DataDistEngine:
     def __init__(
         self,
         config: ConnectorConfig,
+        backend: Backend,
         cluster_id: int,
         plans: list[CachePlan],
         is_producer: bool,
     ) -> None:
-        self._api = load_api(config.engine)
+        backend.check_plans(plans)
+        self._backend = backend
+        self._api = backend.api
         self._config = config
         self.cluster_id = cluster_id
-        self._datadist = self._start(is_producer)
-        self._caches = [self._register(plan) for plan in plans]
+        self._datadist = backend.start(cluster_id, is_producer)
+        # Before any link: the vendor shows a peer only what was registered when it linked.
+        try:
+            self._caches = [self._register(plan) for plan in plans]
+        except BaseException:
+            backend.stop()
+            raise
 
     @property
     def listen_port(self) -> int:
         """The port that peers' ``link_clusters`` dials."""
-        return int(self._datadist.listen_port)
+        return self._backend.listen_port
 
     def link(self, endpoint: WorkerEndpoint) -> None:
         """Link one peer worker; blocks for ``link_timeout_ms`` at most.
@@ -67,22 +59,30 @@ class DataDistEngine:
         Raises:
             LinkError: names the peer and what the engine says.
         """
-        cluster = self._cluster(endpoint)
         try:
-            status, _ = self._datadist.link_clusters([cluster], self._config.link_timeout_ms)
+            status = self._backend.link(self._cluster(endpoint))
         except self._api.LLMException as error:
-            raise LinkError(self._link_sentence(endpoint, error.status_code, str(error))) from None
-        if status != self._api.LLMStatusCode.LLM_SUCCESS:
-            detail = self._datadist.last_link_error(endpoint.cluster_id)
-            raise LinkError(self._link_sentence(endpoint, status, detail))
+            sentence = self._link_sentence(endpoint, error.status_code, str(error))
+            raise LinkError(sentence) from None
+        except (RuntimeError, ValueError, TypeError) as error:
+            raise LinkError(
+                f"link to cluster {endpoint.cluster_id:x} at {endpoint.host}:"
+                f"{endpoint.engine_port} is not possible: {error}"
+            ) from None
+        if status_name(status) != "LLM_SUCCESS":
+            raise LinkError(self._link_sentence(endpoint, status, ""))
 
     def unlink(self, endpoint: WorkerEndpoint) -> None:
         """Forget a link on this side, whatever state it is in."""
-        cluster = self._cluster(endpoint)
         try:
-            self._datadist.unlink_clusters([cluster], self._config.link_timeout_ms, force=True)
-        except (self._api.LLMException, RuntimeError) as error:
+            self._backend.unlink(self._cluster(endpoint))
+        except (RuntimeError, ValueError, TypeError) as error:
             logger.debug("cluster %x: unlink: %s", endpoint.cluster_id, error)
+
+    def record_fence(self) -> Fence | None:
+        """Device work up to now, which a pull into the same memory must not overtake; None on
+        the host. Main thread."""
+        return self._backend.record_fence()
 
     def pull(
         self, peer_cluster_id: int, plan: CachePlan, src_blocks: list[int], dst_blocks: list[int]
@@ -94,55 +94,55 @@ class DataDistEngine:
         """
         key = self._api.BlocksCacheKey(peer_cluster_id, plan.model_id)
         try:
-            self._datadist.cache_manager.pull_blocks(
-                key,
-                self._caches[plan.model_id],
-                src_blocks,
-                dst_blocks,
-                tensor_num_per_layer=1,
-            )
+            for src, dst in self._pieces(src_blocks, dst_blocks):
+                self._datadist.cache_manager.pull_blocks(
+                    key, self._caches[plan.model_id], src, dst, tensor_num_per_layer=1
+                )
         except self._api.LLMException as error:
-            sentence = (
+            name = status_name(error.status_code)
+            sentence = _joined(
                 f"pull_blocks of {len(src_blocks)} blocks of cache {plan.model_id} from cluster "
-                f"{peer_cluster_id:x} ended with {error.status_code.name}: {error}"
+                f"{peer_cluster_id:x} ended with {name}: {error}",
+                self._backend.remedy(error.status_code),
             )
-            if error.status_code == self._api.LLMStatusCode.LLM_TIMEOUT:
+            if name in _TIMEOUTS:
                 raise TransferTimeout(sentence) from None
             raise TransferError(sentence) from None
 
     def close(self) -> None:
         """Give everything back; no transfer may run."""
-        self._datadist.finalize()
+        self._backend.stop()
 
-    def _start(self, is_producer: bool) -> Any:
-        api = self._api
-        options = api.LLMConfig()
-        options.enable_cache_manager = True
-        options.enable_remote_cache_accessible = True
-        options.sync_kv_timeout = self._config.sync_kv_timeout_ms
-        if is_producer:
-            options.listen_ip_info = f"{self._config.host}:0"
-        role = api.LLMRole.PROMPT if is_producer else api.LLMRole.DECODER
-        datadist = api.LLMDataDist(role, self.cluster_id)
-        try:
-            datadist.init(options.generate_options())
-        except api.LLMException as error:
-            raise ConfigError(
-                f"the LLM-DataDist engine did not start on {self._config.host}: {error}; "
-                "set host to an address of this machine"
-            ) from None
-        return datadist
+    def _pieces(
+        self, src_blocks: list[int], dst_blocks: list[int]
+    ) -> Iterator[tuple[list[int], list[int]]]:
+        limit = self._backend.max_blocks_per_pull
+        for start in range(0, max(len(src_blocks), len(dst_blocks), 1), limit):
+            yield src_blocks[start : start + limit], dst_blocks[start : start + limit]
 
     def _register(self, plan: CachePlan) -> Any:
         api = self._api
         desc = api.CacheDesc(
-            len(plan.regions), [plan.num_blocks, plan.block_len], api.DataType.DT_UINT8
+            len(plan.regions),
+            [plan.num_blocks, plan.block_len],
+            api.DataType.DT_UINT8,
+            **self._backend.placement(),
         )
         key = api.BlocksCacheKey(self.cluster_id, plan.model_id)
         addresses = [region.base for region in plan.regions]
-        return self._datadist.cache_manager.register_blocks_cache(
-            desc, addresses, key, remote_accessible=True
-        )
+        try:
+            return self._datadist.cache_manager.register_blocks_cache(
+                desc, addresses, key, remote_accessible=True
+            )
+        except api.LLMException as error:
+            raise ConfigError(
+                _joined(
+                    f"registration of cache {plan.model_id} ({len(addresses)} tensors of "
+                    f"{plan.num_blocks} blocks of {plan.block_len} B) ended with "
+                    f"{status_name(error.status_code)}: {error}",
+                    self._backend.remedy(error.status_code),
+                )
+            ) from None
 
     def _cluster(self, endpoint: WorkerEndpoint) -> Any:
         cluster = self._api.LLMClusterInfo()
@@ -152,8 +152,13 @@ class DataDistEngine:
         return cluster
 
     def _link_sentence(self, endpoint: WorkerEndpoint, status: Any, detail: str) -> str:
-        name = getattr(status, "name", status)
-        return (
+        return _joined(
             f"link to cluster {endpoint.cluster_id:x} at "
-            f"{endpoint.host}:{endpoint.engine_port} ended with {name}: {detail}"
+            f"{endpoint.host}:{endpoint.engine_port} ended with {status_name(status)}",
+            detail,
+            self._backend.link_error(status, endpoint.cluster_id),
         )
+
+
+def _joined(*parts: str) -> str:
+    return ": ".join(part for part in parts if part)

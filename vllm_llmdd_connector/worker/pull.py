@@ -30,6 +30,7 @@ from vllm_llmdd_connector.layout.kv_layout import CachePlan
 from vllm_llmdd_connector.log import get_logger
 from vllm_llmdd_connector.metadata import PullJob
 from vllm_llmdd_connector.metrics import TransferStats
+from vllm_llmdd_connector.worker.backend import Fence
 from vllm_llmdd_connector.worker.completion import Completions
 from vllm_llmdd_connector.worker.digest import DigestLog
 
@@ -66,6 +67,7 @@ class PullContext:
 @dataclass(slots=True)
 class _Pull:
     job: PullJob
+    fence: Fence | None
     started_s: float
     deadline_s: float
     released_s: float = 0.0
@@ -105,13 +107,16 @@ class PeerThread:
         """Begin to serve. A job queued before this is never lost to a peer that is already gone."""
         self._thread.start()
 
-    def submit(self, job: PullJob) -> bool:
-        """Queue a job; False when the thread has ended and a new one is needed."""
+    def submit(self, job: PullJob, fence: Fence | None = None) -> bool:
+        """Queue a job; False when the thread has ended and a new one is needed.
+
+        ``fence``: device work that may still use the job's blocks; the copy waits for it.
+        """
         now_s = time.monotonic()
         with self._lock:
             if self._ended:
                 return False
-            pull = _Pull(job, now_s, now_s + job.timeout_s)
+            pull = _Pull(job, fence, now_s, now_s + job.timeout_s)
             self._unreported[job.request_id] = pull
             self._queue.append(pull)
             self._wake.set()
@@ -226,6 +231,8 @@ class PeerThread:
 
     def _copy(self, pull: _Pull) -> None:
         """All caches of one request; the engine copies without the GIL."""
+        if pull.fence is not None:
+            pull.fence.wait()
         started_s = time.monotonic()
         num_bytes = num_blocks = num_transfers = 0
         for plan, src_blocks, dst_blocks, _ in self._transfers(pull.job):
@@ -337,9 +344,10 @@ class PeerThread:
 
     def _end(self, reason: str) -> None:
         """Nobody waits for ever: what is left is failed, the link dropped."""
+        # First: once this has ended, a successor may link the same peer.
+        self._unlink()
         with self._lock:
             self._ended = True
-        self._unlink()
         for pull in list(self._unreported.values()):
             stage = "release" if pull.released_s else "link"
             self._fail(pull, stage, reason)

@@ -12,7 +12,6 @@ import zmq
 
 from vllm_llmdd_connector.config import ConnectorConfig
 from vllm_llmdd_connector.control.messages import WorkerEndpoint
-from vllm_llmdd_connector.errors import ConfigError
 from vllm_llmdd_connector.ids import cluster_id, new_instance
 from vllm_llmdd_connector.layout.groups import Group, transfer_groups
 from vllm_llmdd_connector.layout.kv_layout import CachePlan, group_geometry, plan_caches
@@ -25,6 +24,7 @@ from vllm_llmdd_connector.metadata import (
     WorkerReport,
 )
 from vllm_llmdd_connector.metrics import LlmddStats, TransferStats
+from vllm_llmdd_connector.worker.backend import Fence, choose_backend
 from vllm_llmdd_connector.worker.completion import Completions, Drained
 from vllm_llmdd_connector.worker.digest import DigestLog
 from vllm_llmdd_connector.worker.engine import DataDistEngine
@@ -75,14 +75,17 @@ class WorkerConnector:
         """Register every KV tensor with the engine and open this rank's endpoint.
 
         Raises:
-            ConfigError: a tensor is not in host memory or not made of blocks, or a port is taken.
+            ConfigError: the engine cannot move a tensor's memory or does not start, a tensor is not
+            made of blocks, or a port is taken.
         """
-        _check_host_memory(kv_caches)
+        backend = choose_backend(self._config, kv_caches)
         self._plans = plan_caches(
             [group.layers for group in self._groups], kv_caches, self._num_blocks
         )
         own_cluster = cluster_id(self._engine_id, new_instance(), self._tp_rank)
-        self._engine = DataDistEngine(self._config, own_cluster, self._plans, self._is_producer)
+        self._engine = DataDistEngine(
+            self._config, backend, own_cluster, self._plans, self._is_producer
+        )
         self._handshake = WorkerHandshake(
             tp_rank=self._tp_rank,
             endpoint=self._endpoint(self._engine) if self._is_producer else None,
@@ -117,8 +120,11 @@ class WorkerConnector:
             self._digest(prompt)
         for request_id in step.cancels:
             self._completions.cancel(request_id)
-        for job in step.pulls:
-            self._start_pull(job)
+        if step.pulls:
+            assert self._engine is not None
+            fence = self._engine.record_fence()
+            for job in step.pulls:
+                self._start_pull(job, fence)
 
     def poll(self) -> Drained:
         """Requests to report as received or failed. Each is returned once."""
@@ -158,18 +164,18 @@ class WorkerConnector:
             cluster_id=engine.cluster_id, host=self._config.host, engine_port=engine.listen_port
         )
 
-    def _start_pull(self, job: PullJob) -> None:
+    def _start_pull(self, job: PullJob, fence: Fence | None) -> None:
         self._completions.expect(job.request_id, job.loaded_blocks)
         assert self._pull_context is not None
         endpoint = job.workers[self._tp_rank]
         with self._peers_lock:
             peer = self._peers.get(endpoint.cluster_id)
-            if peer is None or not peer.submit(job):
+            if peer is None or not peer.submit(job, fence):
                 peer = PeerThread(
                     self._pull_context, endpoint, job.control_address, self._on_peer_end
                 )
                 self._peers[endpoint.cluster_id] = peer
-                peer.submit(job)
+                peer.submit(job, fence)
                 peer.start()
 
     def _on_peer_end(self, peer: PeerThread) -> None:
@@ -197,13 +203,3 @@ class WorkerConnector:
             self._num_blocks,
             num_bytes,
         )
-
-
-def _check_host_memory(kv_caches: dict[str, Any]) -> None:
-    for layer, value in kv_caches.items():
-        for tensor in value if isinstance(value, tuple | list) else [value]:
-            if tensor.device.type != "cpu":
-                raise ConfigError(
-                    f"KV cache of layer {layer} is on device {tensor.device}, but the host engine "
-                    "moves host memory only; run vLLM's CPU build, or a connector for that device"
-                )

@@ -1,0 +1,175 @@
+"""Worker ranks of the connector with two layers, and a P around one that holds prompts."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from fakes.block_pool import FakeBlockPool
+from fakes.builders import make_fingerprint
+from fakes.clock import FakeClock, wait_for
+from fakes.requests import make_request
+from vllm_llmdd_connector.config import ConnectorConfig
+from vllm_llmdd_connector.control.channel import Server
+from vllm_llmdd_connector.control.messages import (
+    PROTOCOL_VERSION,
+    AnyMessage,
+    Claim,
+    Grant,
+    Hello,
+    Message,
+    Welcome,
+    WorkerEndpoint,
+    raw_fingerprint,
+)
+from vllm_llmdd_connector.metadata import PullJob, StepMessage, WorkerReport
+from vllm_llmdd_connector.metrics import TransferStats
+from vllm_llmdd_connector.params import read_ticket
+from vllm_llmdd_connector.scheduler.block_map import GroupBlocks
+from vllm_llmdd_connector.scheduler.producer import Producer
+from vllm_llmdd_connector.worker.worker import WorkerConnector
+
+NUM_BLOCKS = 8
+PROMPT = list(range(32))
+
+
+class FullAttentionSpec:
+    """Its name is what counts."""
+
+    block_size = 16
+
+
+class Rank:
+    """One worker with two layers; every byte of block ``b`` is ``fill + b``."""
+
+    def __init__(self, kv_role: str, fill: int, **options: Any) -> None:
+        transfer = SimpleNamespace(
+            engine_id=kv_role,
+            kv_role=kv_role,
+            is_kv_producer=kv_role == "kv_producer",
+            is_kv_consumer=kv_role == "kv_consumer",
+        )
+        group = SimpleNamespace(kv_cache_spec=FullAttentionSpec(), layer_names=["a", "b"])
+        config: Any = SimpleNamespace(kv_transfer_config=transfer)
+        kv_cache_config: Any = SimpleNamespace(kv_cache_groups=[group], num_blocks=NUM_BLOCKS)
+        self.worker = WorkerConnector(config, kv_cache_config, ConnectorConfig(**options), 0)
+        self.caches = {name: torch.empty(NUM_BLOCKS, 64, dtype=torch.uint8) for name in "ab"}
+        for cache in self.caches.values():
+            cache[:] = torch.arange(fill, fill + NUM_BLOCKS, dtype=torch.uint8)[:, None]
+        self.worker.register_kv_caches(self.caches)
+        self.received: set[str] = set()
+        self.failed: set[str] = set()
+        self.report = WorkerReport()
+
+    def step(self, **orders: Any) -> None:
+        """One engine step with these orders."""
+        self.worker.bind(StepMessage(**orders))
+        drained = self.worker.poll()
+        assert not self.reported & drained.received, "a request was reported twice"
+        self.received |= drained.received
+        self.failed |= drained.failed.keys()
+        report = self.worker.take_report()
+        if report is not None:
+            self.report.aggregate(report)
+
+    @property
+    def reported(self) -> set[str]:
+        return self.received | self.failed
+
+    @property
+    def endpoint(self) -> WorkerEndpoint:
+        handshake = self.worker.handshake
+        assert handshake is not None
+        assert handshake.endpoint is not None
+        return handshake.endpoint
+
+    def blocks(self) -> list[list[int]]:
+        """First byte of each block by layer."""
+        return [cache[:, 0].tolist() for cache in self.caches.values()]
+
+
+class Prefill:
+    """P: one rank, and the scheduler that holds blocks 1 and 2 for each prompt."""
+
+    def __init__(self, rank: Rank) -> None:
+        self.rank = rank
+        self.clock = FakeClock()
+        self.pool: Any = FakeBlockPool(NUM_BLOCKS)
+        self.server = Server("p-scheduler", "127.0.0.1", 0, lambda: None)
+        self.producer = Producer(
+            ConnectorConfig(),
+            "engine-p",
+            "instance-p",
+            self.server.port,
+            [16],
+            NUM_BLOCKS,
+            1,
+            self.clock,
+            TransferStats(),
+        )
+        self.producer.bind_block_pool(self.pool)
+        self.producer.set_identity(make_fingerprint(), (rank.endpoint,))
+        self.server.start(self.producer.handle)
+
+    def ask(self, message: AnyMessage) -> Message:
+        """What D's scheduler asks, straight to the handler."""
+        answers: list[Message] = []
+        self.producer.handle(message, answers.append)
+        (answer,) = answers
+        return answer
+
+    def hold(self, claim_id: int) -> PullJob:
+        """Finish a prompt and claim it; returns the order to fetch it into blocks 5 and 4."""
+        request_id = f"p{claim_id}"
+        params = {"do_remote_decode": True}
+        request = make_request(request_id, PROMPT, params, status="FINISHED_STOPPED")
+        self.pool.allocate((1, 2))
+        _, params = self.producer.request_finished(request, [[1, 2]])
+        self.pool.end_request((1, 2))
+        assert params is not None
+        ticket = read_ticket(params)
+        hello = Hello(version=PROTOCOL_VERSION, fingerprint=raw_fingerprint(make_fingerprint()))
+        welcome = self.ask(hello)
+        assert isinstance(welcome, Welcome)
+        claim = Claim(
+            session=welcome.session,
+            claim_id=claim_id,
+            production=ticket.production,
+            secret=ticket.secret,
+            prompt_hash=ticket.prompt_hash,
+        )
+        assert self.ask(claim) == Grant(claim_id=claim_id, block_ids=((1, 2),))
+        return PullJob(
+            request_id=f"d{claim_id}",
+            transfer_id=request_id,
+            claim_id=claim_id,
+            production=ticket.production,
+            secret=ticket.secret,
+            control_address=ticket.address,
+            session=welcome.session,
+            workers=welcome.workers,
+            groups=[GroupBlocks([1, 2], [5, 4], 0)],
+            loaded_blocks=[5, 4],
+            timeout_s=60.0,
+        )
+
+    def expire_leases(self) -> None:
+        self.clock.advance(ConnectorConfig().max_lease_s)
+        self.producer.free_ended()
+
+    def close(self) -> None:
+        """Idempotent."""
+        self.server.close()
+        self.rank.worker.shutdown()
+
+
+def run(d: Rank, *request_ids: str) -> None:
+    """Empty steps until these requests are reported."""
+
+    def all_reported() -> bool:
+        d.step()
+        return set(request_ids) <= d.reported
+
+    wait_for(all_reported, f"reports of {request_ids}")

@@ -1,0 +1,108 @@
+"""A P in a process of its own, obeying the test over a pipe."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
+from typing import Any
+
+from vllm_llmdd_connector.control.messages import WorkerEndpoint
+from vllm_llmdd_connector.metadata import PullJob
+
+TESTS = Path(__file__).resolve().parents[1]
+VENDOR = TESTS / "vendor"
+_ANSWER_S = 90.0
+
+
+class RankProcess:
+    """The test's end. Methods are those of ``Remote`` below."""
+
+    def __init__(self, fill: int, **options: Any) -> None:
+        self._pipe, theirs = Pipe()
+        path = [str(VENDOR), str(TESTS), *filter(None, sys.path)]
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "fakes.rank_process", str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(path)},
+        )
+        theirs.close()
+        self._pipe.send((fill, options))
+        self.endpoint: WorkerEndpoint = self._result()
+
+    def call(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        self._pipe.send((name, args, kwargs))
+        return self._result()
+
+    def _result(self) -> Any:
+        assert self._pipe.poll(_ANSWER_S), "the rank's process does not answer"
+        succeeded, value = self._pipe.recv()
+        assert succeeded, value
+        return value
+
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
+
+    def stop(self) -> None:
+        """Returns when the process has stopped."""
+        os.kill(self._process.pid, signal.SIGSTOP)
+        os.waitid(os.P_PID, self._process.pid, os.WSTOPPED | os.WNOWAIT)
+
+    def resume(self) -> None:
+        os.kill(self._process.pid, signal.SIGCONT)
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+    def close(self) -> None:
+        """End the process in order, if it still runs."""
+        if self._process.poll() is None:
+            self.resume()
+            self._pipe.close()
+            assert self._process.wait(_ANSWER_S) == 0
+        self._pipe.close()
+
+
+class Remote:
+    """What the other process does."""
+
+    def __init__(self, fill: int, options: dict[str, Any]) -> None:
+        from fakes.rank import Prefill, Rank
+
+        self.p = Prefill(Rank("kv_producer", fill, **options))
+
+    def hold(self, claim_id: int) -> PullJob:
+        """An order to fetch a prompt's blocks 1 and 2 into blocks 5 and 4."""
+        return self.p.hold(claim_id)
+
+    def num_leases(self) -> int:
+        """Leases that no release has ended."""
+        self.p.producer.free_ended()
+        return self.p.producer.num_leases
+
+
+def _serve(pipe: Connection) -> None:
+    try:
+        remote = Remote(*pipe.recv())
+        pipe.send((True, remote.p.rank.endpoint))
+    except Exception as error:
+        pipe.send((False, repr(error)))
+        raise
+    while True:
+        try:
+            name, args, kwargs = pipe.recv()
+        except EOFError:
+            break
+        try:
+            pipe.send((True, getattr(remote, name)(*args, **kwargs)))
+        except Exception as error:
+            pipe.send((False, repr(error)))
+    remote.p.close()
+
+
+if __name__ == "__main__":
+    _serve(Connection(int(sys.argv[1])))
