@@ -13,7 +13,6 @@ PYTHON_SOURCES := vllm_llmdd_connector examples tests benchmarks tools
 NATIVE_SOURCES = $(shell find csrc tests/native -name '*.cpp' -o -name '*.h' 2>/dev/null)
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
-BENCH_ARGS ?=
 
 .PHONY: help setup setup-tests demo test test-fast lint format asan bench clean distclean
 
@@ -59,9 +58,9 @@ asan: ## the native tests under AddressSanitizer and UBSan (3 min)
 
 bench: ## the benchmarks: JSON lines on stdout, tables on stderr (10 min)
 	@$(SETUP) env project bench >&2
-	@$(BIN)/python benchmarks/bench_transfer.py $(BENCH_ARGS)
-	@$(BIN)/python benchmarks/bench_steps.py $(BENCH_ARGS)
-	@$(BIN)/python benchmarks/bench_datadist.py $(BENCH_ARGS)
+	@$(BIN)/python benchmarks/bench_transfer.py
+	@$(BIN)/python benchmarks/bench_steps.py
+	@$(BIN)/python benchmarks/bench_datadist.py
 
 clean: ## remove build products and caches of tools; keeps .venv and .cache
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

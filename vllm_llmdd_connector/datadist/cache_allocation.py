@@ -7,6 +7,7 @@ whole pages of ``2 ** page_shift`` bytes of it.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -29,13 +30,14 @@ __all__ = ["CacheAllocation"]
 _MASK = 2**64 - 1
 
 
-class CacheAllocation:
+class CacheAllocation(ABC):
     """These methods of ``CacheManager``."""
 
     _engine: _engine.HostEngine
 
+    @abstractmethod
     def _require_open(self) -> None:
-        raise NotImplementedError
+        """Refuse the call once the owner is finalized."""
 
     def allocate_cache(self, cache_desc: CacheDesc, cache_keys: Sequence[CacheKey] = ()) -> Cache:
         """Allocate a contiguous cache; key i names batch row i.
