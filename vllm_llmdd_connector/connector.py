@@ -121,6 +121,9 @@ class LLMDataDistConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> tuple[bool, dict[str, Any] | None]:
         return self._scheduler_side.request_finished(request, block_ids)
 
+    def reset_cache(self) -> bool:
+        return self._scheduler_side.reset_cache()
+
     def set_xfer_handshake_metadata(
         self, metadata: dict[int, KVConnectorHandshakeMetadata]
     ) -> None:

@@ -40,7 +40,7 @@ class Decoder:
         """A request whose claim is granted and seen."""
         request = self.admit(request_id)
         self.control.grant(self.control.last_claim)
-        assert self.ask(request) == (40, True)
+        assert self.ask(request) == (39, True)
         return request
 
     def receiving(self, request_id: str = "r") -> Any:
@@ -91,8 +91,8 @@ class TestClaiming:
     def test_grant_matches_all_tokens_behind_the_local_hit(self, decoder: Decoder) -> None:
         request = decoder.admit()
         decoder.control.grant(decoder.control.last_claim)
-        assert decoder.ask(request, 16) == (24, True)
-        assert decoder.ask(request, 0) == (40, True)
+        assert decoder.ask(request, 16) == (23, True)
+        assert decoder.ask(request, 0) == (39, True)
 
     def test_refusal_is_prefilled_locally_and_counted_by_stage(self, decoder: Decoder) -> None:
         request = decoder.admit()
@@ -126,7 +126,7 @@ class TestClaiming:
         decoder.control.grant(decoder.control.last_claim)
         second = decoder.admit("second")
         assert decoder.ask(second) == (None, False)
-        assert decoder.ask(first) == (40, True)
+        assert decoder.ask(first) == (39, True)
 
     def test_allocation_before_the_answer_gives_the_claim_up(self, decoder: Decoder) -> None:
         """Requests for prompt logprobs: vLLM takes None for 0 and computes the whole prompt."""
@@ -143,7 +143,7 @@ class TestClaiming:
 class TestMatched:
     def test_allocation_orders_the_pull_of_what_is_not_there(self, decoder: Decoder) -> None:
         request = decoder.matched()
-        assert decoder.ask(request, 16) == (24, True)
+        assert decoder.ask(request, 16) == (23, True)
         decoder.consumer.on_allocated("r", BLOCKS, 24)
         job = decoder.pull()
         assert (job.request_id, job.transfer_id, job.production) == ("r", "cmpl-p", 1)
@@ -175,7 +175,7 @@ class TestMatched:
         """The workers report such an order as failed; an exception here would end the engine."""
         request = decoder.admit()
         decoder.control.grant(decoder.control.last_claim, block_ids=((7,),))
-        assert decoder.ask(request) == (40, True)
+        assert decoder.ask(request) == (39, True)
         decoder.consumer.on_allocated("r", BLOCKS, 40)
         job = decoder.pull()
         assert job.groups == []

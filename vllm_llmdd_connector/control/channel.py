@@ -24,6 +24,7 @@ from vllm_llmdd_connector.log import get_logger
 
 logger = get_logger(__name__)
 
+_MAX_BATCH = 64
 _LOST_EVENTS = zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED
 
 
@@ -121,11 +122,12 @@ class Server:
         while not self._stopping:
             poller.poll()
             self._wake.clear()
-            self._receive_all()
+            self._receive_some()
             self._send_outbox()
 
-    def _receive_all(self) -> None:
-        while True:
+    def _receive_some(self) -> None:
+        """A bounded number, so that one peer's flood does not hold back the others' answers."""
+        for _ in range(_MAX_BATCH):
             try:
                 frames = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:

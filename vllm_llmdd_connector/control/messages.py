@@ -22,7 +22,7 @@ from vllm_llmdd_connector.errors import RemoteProtocolError
 
 PROTOCOL_VERSION = 1
 MAX_MESSAGE_BYTES = 4 << 20
-MAX_RENEWED_CLAIMS = 65536
+MAX_RENEWED_CLAIMS = 1024
 
 Port = Annotated[int, msgspec.Meta(ge=1, le=65535)]
 

@@ -24,6 +24,7 @@ from enum import Enum
 
 from vllm_llmdd_connector.control.fingerprint import Fingerprint
 from vllm_llmdd_connector.control.messages import (
+    MAX_RENEWED_CLAIMS,
     PROTOCOL_VERSION,
     AnyMessage,
     Claim,
@@ -188,8 +189,9 @@ class ClientSession:
         if self.state is SessionState.READY and now_s - self._renewed_s >= self._renew_s:
             self._renewed_s = now_s
             granted = tuple(cid for cid, claim in self._claims.items() if claim.granted)
-            if granted:
-                reaction.send.append(Renew(session=self._session, claim_ids=granted))
+            for start in range(0, len(granted), MAX_RENEWED_CLAIMS):
+                part = granted[start : start + MAX_RENEWED_CLAIMS]
+                reaction.send.append(Renew(session=self._session, claim_ids=part))
         return reaction
 
     def next_event_s(self) -> float | None:

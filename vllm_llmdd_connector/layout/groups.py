@@ -1,6 +1,6 @@
 """KV cache groups of vLLM's configuration: which take part, their layers and block sizes."""
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm_llmdd_connector.errors import ConfigError
 
@@ -30,6 +30,17 @@ class Group(NamedTuple):
     block_size: int
     """Tokens in a block."""
     layers: tuple[str, ...]
+    window: int = 0
+    """Tokens that a token attends to, itself included; 0: all before it."""
+    chunk: int = 0
+    """Tokens in a chunk of chunked local attention; 0: no chunks."""
+
+    def first_block_needed(self, num_tokens: int) -> int:
+        """Position of the first block that computing the last of ``num_tokens`` tokens reads."""
+        first_token = max(0, num_tokens - self.window) if self.window else 0
+        if self.chunk:
+            first_token = (num_tokens - 1) // self.chunk * self.chunk
+        return first_token // self.block_size
 
 
 def transfer_groups(kv_cache_config: "KVCacheConfig") -> list[Group]:
@@ -50,7 +61,19 @@ def transfer_groups(kv_cache_config: "KVCacheConfig") -> list[Group]:
                 f"KV cache group {group_id} is of kind {kind}, which cannot be transferred; use a "
                 f"model whose groups are all of {', '.join(sorted(_SUPPORTED_KINDS))}"
             )
-        groups.append(
-            Group(group_id, kind, group.kv_cache_spec.block_size, tuple(group.layer_names))
-        )
+        groups.append(_group(group_id, kind, group))
     return groups
+
+
+def _group(group_id: int, kind: str, group: Any) -> Group:
+    spec = group.kv_cache_spec
+    # A group of layers with specs of one type but several sizes wraps them.
+    inner = next(iter(getattr(spec, "kv_cache_specs", {}).values()), spec)
+    return Group(
+        group_id,
+        kind,
+        spec.block_size,
+        tuple(group.layer_names),
+        window=getattr(inner, "sliding_window", None) or 0,
+        chunk=getattr(inner, "attention_chunk_size", None) or 0,
+    )

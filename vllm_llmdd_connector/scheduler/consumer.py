@@ -27,6 +27,7 @@ from vllm_llmdd_connector.config import ConnectorConfig, is_allowed_peer
 from vllm_llmdd_connector.control.session import Granted, Outcome, Refused
 from vllm_llmdd_connector.errors import RemoteProtocolError, TransferError
 from vllm_llmdd_connector.ids import new_claim_id
+from vllm_llmdd_connector.layout.groups import Group
 from vllm_llmdd_connector.log import get_logger
 from vllm_llmdd_connector.metadata import PullJob, StepMessage
 from vllm_llmdd_connector.metrics import TransferStats
@@ -36,7 +37,7 @@ from vllm_llmdd_connector.params import (
     request_prompt_hash,
     wants_remote_prefill,
 )
-from vllm_llmdd_connector.scheduler.block_map import GroupBlocks, map_blocks
+from vllm_llmdd_connector.scheduler.block_map import NULL_BLOCK, GroupBlocks, map_blocks
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -92,8 +93,10 @@ class Consumer:
         control: Control,
         clock: Callable[[], float],
         stats: TransferStats,
+        groups: Sequence[Group] = (),
     ) -> None:
         self._config = config
+        self._groups = tuple(groups)
         self._block_sizes = tuple(block_sizes)
         self._control = control
         self._clock = clock
@@ -125,8 +128,9 @@ class Consumer:
             return 0, False
         entry.num_local_tokens = num_computed_tokens
         num_tokens = entry.ticket.num_tokens - num_computed_tokens
-        # vLLM computes the last token itself in any case, to sample from it.
-        return (num_tokens, True) if num_tokens > 1 else (0, False)
+        # vLLM computes the last token itself in any case, to sample from it. It is not counted as
+        # loaded either: vLLM would let a sliding window move past the block that it still reads.
+        return (num_tokens - 1, True) if num_tokens > 1 else (0, False)
 
     def is_open(self, request_id: str) -> bool:
         """Whether an allocation for this request still decides about its remote blocks."""
@@ -270,8 +274,24 @@ class Consumer:
                 self._drop(entry)
                 self._fall_back(entry, "claim", reason)
                 return
+        if self._lacks_needed_block(entry, granted):
+            self._drop(entry)
+            self._fall_back(entry, "block map", "P's sliding window has left a block needed here")
+            return
         entry.granted = granted
         entry.state = RequestState.MATCHED
+
+    def _lacks_needed_block(self, entry: ConsumerRequest, granted: Granted) -> bool:
+        """Whether P has dropped a block that the prompt's last token reads.
+
+        P's window stands behind its last computed token, D's one or more tokens before it. Where a
+        block ends between the two, about once in ``block_size`` prompts, D prefills.
+        """
+        num_tokens = entry.ticket.num_tokens
+        return any(
+            NULL_BLOCK in block_ids[group.first_block_needed(num_tokens) :]
+            for group, block_ids in zip(self._groups, granted.block_ids, strict=False)
+        )
 
     def _fall_back(self, entry: ConsumerRequest, stage: str, reason: str) -> None:
         entry.state = RequestState.LOCAL

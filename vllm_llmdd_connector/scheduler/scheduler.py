@@ -103,6 +103,7 @@ class SchedulerConnector:
                 self._client,
                 time.monotonic,
                 self._stats,
+                self._groups,
             )
 
     def bind_block_pool(self, block_pool: "BlockPool") -> None:
@@ -160,6 +161,12 @@ class SchedulerConnector:
         if self._producer is None:
             return False, None
         return self._producer.request_finished(request, self._transferred(block_ids))
+
+    def reset_cache(self) -> bool:
+        """The prefix cache is to be reset: give back what ended leases still hold."""
+        if self._producer is not None:
+            self._producer.free_ended()
+        return True
 
     def take_stats(self) -> LlmddStats | None:
         return self._stats.take()
