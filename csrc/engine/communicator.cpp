@@ -14,6 +14,12 @@ namespace {
 constexpr int kFirstPauseMs = 5;
 constexpr int kLongestPauseMs = 100;
 
+// Two members can meet in several comms and by link_clusters at once; whose link stays is decided
+// in the table, and one side can know it before the other.
+bool passing(Status status) {
+  return status == Status::kAlreadyLink || status == Status::kNotYetLink;
+}
+
 }  // namespace
 
 Communicator::Communicator(const CommContext& context, CommSpec spec)
@@ -70,28 +76,35 @@ void Communicator::dial_member(size_t member) {
   std::string path = meeting_path(spec_, member);
   int pause_ms = kFirstPauseMs;
   while (true) {
-    UniqueFd connection;
-    try {
-      connection = dial_unix(path, limit());
-    } catch (const Error&) {
-      // It has not called link() yet.
-    }
-    if (connection && try_dial(spec_.members[member].first, std::move(connection))) return;
+    if (try_dial(spec_.members[member].first, path)) return;
     if (deadline_.passed()) throw Error(Status::kTimeout, "no answer in time");
     pause(pause_ms);
     pause_ms = std::min(2 * pause_ms, kLongestPauseMs);
   }
 }
 
+// Empty when the member has not called link() yet.
+UniqueFd Communicator::reach(const std::string& path) const {
+  try {
+    return dial_unix(path, limit());
+  } catch (const Error&) {
+    return {};
+  }
+}
+
 // False: try again later.
-bool Communicator::try_dial(uint64_t cluster_id, UniqueFd connection) {
+bool Communicator::try_dial(uint64_t cluster_id, const std::string& path) {
   try {
     if (std::shared_ptr<Link> live = live_link(cluster_id)) {
+      UniqueFd connection = reach(path);
+      if (!connection) return false;
       greet_as_linked(context_.identity, cluster_id, std::move(connection), limit());
       met(std::move(live));
       return true;
     }
     LinkReservation reservation(context_.links, cluster_id);
+    UniqueFd connection = reach(path);
+    if (!connection) return false;
     Greeted greeted = greet_over(context_.identity, context_.prober, cluster_id,
                                  std::move(connection), limit(), [&] { reservation.confirm(); });
     auto link = std::make_shared<Link>(cluster_id, std::move(greeted.socket),
@@ -102,7 +115,7 @@ bool Communicator::try_dial(uint64_t cluster_id, UniqueFd connection) {
     met(std::move(link));
     return true;
   } catch (const Error& error) {
-    if (error.status() != Status::kAlreadyLink) count_failure(cluster_id, error.what());
+    if (!passing(error.status())) count_failure(cluster_id, error.what());
   } catch (const WireError& error) {
     count_failure(cluster_id, error.what());
   }
@@ -114,18 +127,27 @@ void Communicator::welcome_one() {
   UniqueFd caller = accept_one(point_->fd());
   if (!caller) return;
   std::optional<uint64_t> cluster_id;
+  std::shared_ptr<Link> agreed;
   try {
     greet_dialer(context_.identity, context_.prober, std::move(caller), stop_.fd(), cluster_id,
-                 [this](Greeted greeted) { file(std::move(greeted)); });
+                 {[this](Greeted greeted) { file(std::move(greeted)); },
+                  [&agreed, this](uint64_t peer) { agreed = agreed_link(peer); }});
   } catch (const Error& error) {
-    if (!cluster_id || !awaited(*cluster_id)) {
+    if (agreed) {
+      met(std::move(agreed));
+    } else if (!cluster_id || !awaited(*cluster_id)) {
       log(LogLevel::kWarning, describe() + ": a caller was refused: " + error.what());
-    } else if (error.status() != Status::kAlreadyLink) {
+    } else if (!passing(error.status())) {
       count_failure(*cluster_id, error.what());
-    } else if (std::shared_ptr<Link> live = live_link(*cluster_id)) {
-      met(std::move(live));
     }
   }
+}
+
+// Only when both sides know the link: the dialling member will not come again.
+std::shared_ptr<Link> Communicator::agreed_link(uint64_t cluster_id) const {
+  std::shared_ptr<Link> live = awaited(cluster_id) ? live_link(cluster_id) : nullptr;
+  if (!live) throw Error(Status::kNotYetLink, "this side knows of no live link yet");
+  return live;
 }
 
 void Communicator::file(Greeted greeted) {

@@ -58,11 +58,13 @@ class Communicator {
   void run();
   void meet_all();
   void dial_member(size_t member);
-  bool try_dial(uint64_t cluster_id, UniqueFd connection);
+  UniqueFd reach(const std::string& path) const;
+  bool try_dial(uint64_t cluster_id, const std::string& path);
   void welcome_one();
   void file(Greeted greeted);
   void met(std::shared_ptr<Link> link);
   std::shared_ptr<Link> live_link(uint64_t cluster_id) const;
+  std::shared_ptr<Link> agreed_link(uint64_t cluster_id) const;
   void count_failure(uint64_t cluster_id, const std::string& sentence);
   void succeed();
   void fail(const std::string& sentence);

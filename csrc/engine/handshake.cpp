@@ -225,11 +225,13 @@ void greet_as_linked(const Identity& self, uint64_t cluster_id, UniqueFd connect
   exchange_hello(self, cluster_id, connection.get(), limit);
   Outcome linked{Status::kAlreadyLink, "the two processes are linked already"};
   send_frame(connection.get(), MessageType::kReject, linked.encode(), limit);
+  Outcome answer = Outcome::decode(read_frame(connection.get(), limit).payload);
+  if (answer.status != Status::kAlreadyLink) throw Error(answer.failure(), answer.text);
 }
 
 void greet_dialer(const Identity& self, const Prober& prober, UniqueFd tcp, int stop_fd,
                   std::optional<uint64_t>& claimed_cluster_id,
-                  const std::function<void(Greeted)>& file) {
+                  const ListenerActions& actions) {
   Hello hello = receive_hello(self, tcp.get(), stop_fd, claimed_cluster_id);
   int64_t timeout_ms = std::clamp(hello.timeout_ms, 1U, kMaxHandshakeMs);
   WaitLimit limit{Deadline::after_ms(timeout_ms), stop_fd};
@@ -238,7 +240,13 @@ void greet_dialer(const Identity& self, const Prober& prober, UniqueFd tcp, int 
     Welcome welcome{self.cluster_id, self.remote_access, self.host, rendezvous.socket_path(),
                     random_nonce()};
     send_frame(tcp.get(), MessageType::kWelcome, welcome.encode(), limit);
-    Visitor visitor = receive_visitor(rendezvous, welcome.token, tcp.get(), limit);
+    Visitor visitor;
+    try {
+      visitor = receive_visitor(rendezvous, welcome.token, tcp.get(), limit);
+    } catch (const Error& error) {
+      if (error.status() == Status::kAlreadyLink) actions.agree_linked(hello.cluster_id);
+      throw;
+    }
     // `file` takes the socket; the copy is for telling the peer when it refuses.
     UniqueFd socket(::fcntl(visitor.socket.get(), F_DUPFD_CLOEXEC, 0));
     send_frame(socket.get(), MessageType::kIntroduce, introduction(self, welcome.token).encode(),
@@ -246,7 +254,7 @@ void greet_dialer(const Identity& self, const Prober& prober, UniqueFd tcp, int 
     or_reject(socket.get(), limit, [&] {
       prober.probe(visitor.process.pid, visitor.introduce.nonce_addr, visitor.introduce.nonce);
       expect(socket.get(), MessageType::kVerdict, limit);
-      file({hello.cluster_id, std::move(visitor.socket), std::move(visitor.process)});
+      actions.file({hello.cluster_id, std::move(visitor.socket), std::move(visitor.process)});
     });
   });
 }

@@ -61,15 +61,23 @@ Greeted greet_over(const Identity& self, const Prober& prober, uint64_t cluster_
                    UniqueFd connection, const WaitLimit& limit,
                    const std::function<void()>& confirm);
 
-// Tells the listening side that the two are linked already; it throws Error(kAlreadyLink) there.
+// Tells the listening side that the two are linked already. Returns when it agrees; throws
+// Error(kNotYetLink) when it knows of no such link, or not yet.
 void greet_as_linked(const Identity& self, uint64_t cluster_id, UniqueFd connection,
                      const WaitLimit& limit);
 
-// Serves one accepted connection. `file` puts the link into the table, with the final Verdict
-// as its first message, or throws Error to refuse it, which the peer is told. `claimed_cluster_id`
-// is set as soon as the peer has named itself.
+// What the listening side decides. An Error that is thrown reaches the peer as the reason.
+struct ListenerActions {
+  // Puts the link into the table, with the final Verdict as its first message.
+  std::function<void(Greeted)> file;
+  // The peer says that the two are linked already; throws Error(kNotYetLink) to contradict.
+  std::function<void(uint64_t cluster_id)> agree_linked;
+};
+
+// Serves one accepted connection. `claimed_cluster_id` is set as soon as the peer has named itself.
+// Throws Error; kAlreadyLink also when both agreed that they are linked.
 void greet_dialer(const Identity& self, const Prober& prober, UniqueFd tcp, int stop_fd,
                   std::optional<uint64_t>& claimed_cluster_id,
-                  const std::function<void(Greeted)>& file);
+                  const ListenerActions& actions);
 
 }  // namespace llmdd

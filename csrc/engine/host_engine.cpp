@@ -187,7 +187,8 @@ void HostEngine::greet(UniqueFd tcp, int stop_fd) {
   std::optional<uint64_t> cluster_id;
   try {
     greet_dialer(identity_, prober_, std::move(tcp), stop_fd, cluster_id,
-                 [this](Greeted greeted) { file(std::move(greeted)); });
+                 {[this](Greeted greeted) { file(std::move(greeted)); },
+                  [this](uint64_t peer) { links_.require(peer); }});
   } catch (const std::exception& error) {
     if (cluster_id) return note_link_error(*cluster_id, error.what(), false);
     log(LogLevel::kWarning, std::string("a caller at the listening port: ") + error.what());
