@@ -77,7 +77,6 @@ struct ListenerActions {
 // Serves one accepted connection. `claimed_cluster_id` is set as soon as the peer has named itself.
 // Throws Error; kAlreadyLink also when both agreed that they are linked.
 void greet_dialer(const Identity& self, const Prober& prober, UniqueFd tcp, int stop_fd,
-                  std::optional<uint64_t>& claimed_cluster_id,
-                  const ListenerActions& actions);
+                  std::optional<uint64_t>& claimed_cluster_id, const ListenerActions& actions);
 
 }  // namespace llmdd
