@@ -59,6 +59,14 @@ class ConnectorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     max_leased_fraction: float = 0.5
     """P: share of the KV cache that leases may hold; beyond it a prompt is not handed over."""
 
+    push: bool = True
+    """Layer-wise push for requests whose legs share a ``transfer_id``; false: D pulls them when P
+    has finished."""
+
+    unreserved_fraction: float = 0.25
+    """P: share of the KV cache that prompts may take for which no D has blocks yet; others wait for
+    their D."""
+
     kv_digest: str = ""
     """Debug: folder for per-layer, per-block digests of sent and received KV; slow. Empty: off."""
 
@@ -79,6 +87,7 @@ _POSITIVE = (
     "lease_s",
     "max_lease_s",
     "max_leased_fraction",
+    "unreserved_fraction",
 )
 
 
@@ -114,10 +123,9 @@ def _check_values(config: ConnectorConfig) -> None:
         value = getattr(config, name)
         if not (value > 0 and math.isfinite(value)):
             raise ConfigError(f"{name} is {value}, it must be above 0; change it or leave it out")
-    if config.max_leased_fraction > 1:
-        raise ConfigError(
-            f"max_leased_fraction is {config.max_leased_fraction}, it must be in (0, 1]"
-        )
+    for name in ("max_leased_fraction", "unreserved_fraction"):
+        if getattr(config, name) > 1:
+            raise ConfigError(f"{name} is {getattr(config, name)}, it must be in (0, 1]")
     if config.max_lease_s < config.lease_s:
         raise ConfigError(
             f"max_lease_s is {config.max_lease_s}, below lease_s {config.lease_s}; raise it"

@@ -106,7 +106,7 @@ class LLMDataDistConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduler_side.loaded_group_ids()
 
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> KVConnectorMetadata:
-        return self._scheduler_side.build_connector_meta()
+        return self._scheduler_side.build_connector_meta(scheduler_output)
 
     def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
         self._scheduler_side.update_connector_output(connector_output)
@@ -140,6 +140,10 @@ class LLMDataDistConnector(KVConnectorBase_V1, SupportsHMA):
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         return self._worker_side.handshake
 
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        assert isinstance(kv_connector_metadata, StepMessage)
+        self._worker_side.apply_voids(kv_connector_metadata)
+
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
         assert isinstance(connector_metadata, StepMessage)
@@ -159,10 +163,12 @@ class LLMDataDistConnector(KVConnectorBase_V1, SupportsHMA):
         attn_metadata: "AttentionMetadata",
         **kwargs: Any,
     ) -> None:
-        """D fetches finished prompts from the cache itself; nothing is saved per layer."""
+        """Nothing is saved here: transfers that wait for this layer may send it."""
+        self._worker_side.layer_computed(layer_name)
 
     def wait_for_save(self) -> None:
-        """As ``save_kv_layer``."""
+        """Nothing is waited for: what no layer hook reported may be sent now."""
+        self._worker_side.forward_ended()
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         drained = self._worker_side.poll()
@@ -207,6 +213,12 @@ class LLMDataDistConnector(KVConnectorBase_V1, SupportsHMA):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> LlmddPromMetrics:
         return LlmddPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """The replay of a full graph calls no layer hook, so that a prompt left after its last
+        layer."""
+        return bool(extra_config.get("push", True))
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: "KVTransferConfig") -> bool:

@@ -14,7 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from vllm_llmdd_connector.control.messages import WorkerEndpoint
 from vllm_llmdd_connector.layout.kv_layout import GroupGeometry
-from vllm_llmdd_connector.scheduler.block_map import GroupBlocks
+from vllm_llmdd_connector.scheduler.block_map import GroupBlocks, WantedBlocks
 
 
 @dataclass(slots=True)
@@ -22,7 +22,23 @@ class SentPrompt:
     """P, with ``kv_digest`` only: digest a finished prompt's blocks while they are held."""
 
     request_id: str
+    transfer_id: str
     block_ids: tuple[tuple[int, ...], ...]
+
+
+@dataclass(slots=True)
+class PrefillChunk:
+    """P: what this step computes of a prompt that a D may have pushed to it."""
+
+    transfer_id: str
+    production: int
+    """Of this computation; another one after a preemption."""
+    num_tokens: int
+    """Prompt length."""
+    block_ids: tuple[tuple[int, ...], ...]
+    """The prompt's blocks per KV cache group that the worker has not been told of yet."""
+    end_token: int
+    """Prompt tokens whose KV is there when the step ends."""
 
 
 @dataclass(slots=True)
@@ -49,17 +65,44 @@ class PullJob:
 
 
 @dataclass(slots=True)
+class ReceiveJob:
+    """D: reserve one request's blocks and have P push into them."""
+
+    request_id: str
+    transfer_id: str
+    claim_id: int
+    control_address: tuple[str, int]
+    """P's scheduler, which is told when the blocks are there."""
+    session: int
+    workers: tuple[WorkerEndpoint, ...]
+    """P's ranks; each rank of D receives from the one of its own number."""
+    groups: list[WantedBlocks]
+    """Per KV cache group. Empty when the block table did not fit: reported as failed."""
+    loaded_blocks: list[int]
+    """As in ``PullJob``."""
+    timeout_s: float
+    """From the arrival of this message at the worker to the last block."""
+
+
+Job = PullJob | ReceiveJob
+
+
+@dataclass(slots=True)
 class StepMessage(KVConnectorMetadata):
     """Scheduler to workers. Empty in a step without transfer work."""
 
     sent_prompts: list[SentPrompt] = field(default_factory=list)
-    pulls: list[PullJob] = field(default_factory=list)
-    cancels: list[str] = field(default_factory=list)
-    """D requests that were aborted while their blocks were being fetched."""
+    chunks: list[PrefillChunk] = field(default_factory=list)
+    voids: list[int] = field(default_factory=list)
+    """P: productions whose blocks are not held any more; applied before the step writes."""
+    jobs: list[Job] = field(default_factory=list)
+    cancels: dict[str, str] = field(default_factory=dict)
+    """D requests whose blocks are not wanted any more while they are being fetched, with the
+    reason; empty for an abort."""
 
     @property
     def is_empty(self) -> bool:
-        return not (self.sent_prompts or self.pulls or self.cancels)
+        return not (self.sent_prompts or self.chunks or self.jobs or self.cancels)
 
 
 @dataclass(slots=True)
@@ -84,3 +127,5 @@ class WorkerHandshake(KVConnectorHandshakeMetadata):
     endpoint: WorkerEndpoint | None
     """None on an engine that is only a consumer: nobody dials it."""
     groups: tuple[GroupGeometry, ...]
+    can_push: bool
+    """Whether the rank's engine knows reservations, without which nothing is pushed."""

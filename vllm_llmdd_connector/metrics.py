@@ -24,6 +24,10 @@ COUNTERS = {
     "leases_opened": "Finished prompts whose blocks were held for a decode server",
     "leases_released": "Leases that ended because everything was fetched or nothing is needed",
     "leases_expired": "Leases that ended by their deadline",
+    "leases_voided": "Leases that P gave up because it preempted or aborted their request",
+    "sent_requests": "Requests whose KV was pushed, times ranks",
+    "sent_bytes": "KV bytes pushed",
+    "sent_transfers": "transfer_cache_async calls that succeeded",
     "leases_over_cap": "Finished prompts not handed over because leases hold too many blocks",
     "not_handed_over": "Finished prompts that cannot be handed over, as those of embeddings",
     "local_prefills": "Requests without remote KV on an engine that is only a consumer",
@@ -31,6 +35,7 @@ COUNTERS = {
 }
 DURATIONS = {
     "pull_seconds": "One rank's copy of one request's blocks",
+    "push_seconds": "From a rank's Reserve to the last block of a push",
     "link_seconds": "Making one link",
     "release_seconds": "From a rank's Release to P's confirmation",
     "recv_seconds": "From the worker's order to the report of one request on one rank",
@@ -40,10 +45,12 @@ STAGES = (
     "connection",
     "handshake",
     "claim",
+    "announce",
     "block map",
     "queue",
     "link",
     "transfer",
+    "push",
     "release",
 )
 """Where a transfer can fail; the ``stage`` label of ``vllm:llmdd_failures_total``."""

@@ -4,9 +4,10 @@ A request's params are written by whoever can reach the API server, so every fie
 and nothing is believed before P's own answer on the control channel. Unknown keys are ignored and
 nulls are tolerated, because proxies send both.
 
-The flow understood here is the sequential one: the prefill leg asks with ``do_remote_decode`` and
+Two flows are understood. In the sequential one the prefill leg asks with ``do_remote_decode`` and
 its response carries six keys that proxies know, plus ``llmdd`` for our own fields; the proxy hands
-all of it to the decode leg unchanged.
+all of it to the decode leg unchanged. In the concurrent one the proxy sends both legs at once, with
+one ``transfer_id`` in both and P's control address in the decode leg.
 """
 
 import hashlib
@@ -47,6 +48,35 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def address(self) -> tuple[str, int]:
         return (self.host, self.port)
+
+
+class Appointment(msgspec.Struct, frozen=True, kw_only=True):
+    """What D needs to be sent a prefill that P has still to compute."""
+
+    host: str
+    """P's control address, an IP literal; untrusted until it passed the allow-list."""
+    port: int
+    transfer_id: str
+    num_tokens: int
+    """Length of D's own prompt in tokens, which P's has to equal."""
+    prompt_hash: str
+    """Of D's own prompt; see ``prompt_hash``."""
+
+    @property
+    def address(self) -> tuple[str, int]:
+        return (self.host, self.port)
+
+    @property
+    def production(self) -> int:
+        """0: whichever P has of this transfer."""
+        return 0
+
+    @property
+    def secret(self) -> str:
+        return self.transfer_id
+
+
+AnyTicket = Ticket | Appointment
 
 
 def wants_remote_decode(params: dict[str, Any] | None) -> bool:
@@ -108,6 +138,32 @@ def read_ticket(params: dict[str, Any]) -> Ticket:
         secret=_text(inner, "secret"),
         num_tokens=_integer(inner, "num_tokens", 1, 2**31),
         prompt_hash=_text(inner, "prompt_hash"),
+    )
+
+
+def transfer_id_of(params: dict[str, Any]) -> str | None:
+    """The transfer id of a leg of the concurrent flow; None in the sequential one.
+
+    Raises:
+        RemoteProtocolError: there is one that cannot be used.
+    """
+    return None if params.get("transfer_id") is None else _text(params, "transfer_id")
+
+
+def read_appointment(
+    params: dict[str, Any], transfer_id: str, num_tokens: int, prompt_id: str
+) -> Appointment:
+    """Check the decode leg's params of the concurrent flow.
+
+    Raises:
+        RemoteProtocolError: a field is missing or malformed; the message names it.
+    """
+    return Appointment(
+        host=_text(params, "remote_host"),
+        port=_integer(params, "remote_port", 1, 65535),
+        transfer_id=transfer_id,
+        num_tokens=num_tokens,
+        prompt_hash=prompt_id,
     )
 
 

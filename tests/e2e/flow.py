@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -50,6 +51,7 @@ class Pair:
     decode_server: Server
     digest_dir: Path
     _salt: int = 0
+    _control_port: int = 0
 
     def prefill(self, **body: Any) -> Answer:
         """The prefill leg; the answer carries P's ``kv_transfer_params``."""
@@ -64,6 +66,48 @@ class Pair:
         params = self.prefill(**body)["kv_transfer_params"]
         assert params is not None, "the prefill server returned no kv_transfer_params"
         return self.decode(params, **body)
+
+    @property
+    def control_port(self) -> int:
+        """P's control port, learnt as a proxy does: from an earlier answer."""
+        if not self._control_port:
+            params = self.prefill(prompt=[1, 2, 3])["kv_transfer_params"]
+            self.decode(params, prompt=[1, 2, 3], max_tokens=1)
+            self._control_port = params["remote_port"]
+        return self._control_port
+
+    def legs(self, transfer_id: str) -> tuple[Answer, Answer]:
+        """The params of both legs of the concurrent flow."""
+        decode_leg = {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "remote_host": "127.0.0.1",
+            "remote_port": self.control_port,
+            "transfer_id": transfer_id,
+        }
+        return NULL_PARAMS | {"transfer_id": transfer_id}, decode_leg
+
+    def push(
+        self,
+        transfer_id: str,
+        prefill_delay_s: float = 0.0,
+        decode_delay_s: float = 0.0,
+        **body: Any,
+    ) -> Answer:
+        """Both legs at once, or one later than the other; D's answer."""
+        prefill_leg, decode_leg = self.legs(transfer_id)
+
+        def prefill() -> Answer:
+            time.sleep(prefill_delay_s)
+            leg = {"max_tokens": 1, "stream": False, "kv_transfer_params": prefill_leg}
+            return post(self.prefill_server, body | leg)
+
+        with ThreadPoolExecutor(1) as pool:
+            first = pool.submit(prefill)
+            time.sleep(decode_delay_s)
+            answer = self.decode(decode_leg, **body)
+            first.result()
+        return answer
 
     def prefill_metrics(self) -> dict[str, float]:
         """P's metrics, up to date: an idle vLLM publishes nothing, so ask it for a token."""

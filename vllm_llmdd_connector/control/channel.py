@@ -187,7 +187,10 @@ class Dialer:
 
     def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", host: str, port: int) -> None:
         self.address = (host, port)
-        self.socket = _bounded(context.socket(zmq.DEALER), host)
+        try:
+            self.socket = _bounded(context.socket(zmq.DEALER), host)
+        except zmq.ZMQError as error:
+            raise LinkError(f"cannot dial {host}:{port}: {error}") from None
         self.monitor = self.socket.get_monitor_socket(_LOST_EVENTS)
         try:
             self.socket.connect(tcp_url(host, port))

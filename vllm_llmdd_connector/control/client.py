@@ -22,7 +22,7 @@ from vllm_llmdd_connector.control.session import (
 )
 from vllm_llmdd_connector.errors import LinkError
 from vllm_llmdd_connector.log import get_logger
-from vllm_llmdd_connector.params import Ticket
+from vllm_llmdd_connector.params import AnyTicket
 
 logger = get_logger(__name__)
 
@@ -38,8 +38,10 @@ class ControlClient:
         fingerprint: Fingerprint,
         clock: Callable[[], float],
         count_junk: Callable[[int], None],
+        takes_push: bool,
     ) -> None:
         self._fingerprint = fingerprint
+        self._takes_push = takes_push
         self._clock = clock
         self._count_junk = count_junk
         self._sessions: dict[tuple[str, int], tuple[ClientSession, Dialer]] = {}
@@ -52,15 +54,19 @@ class ControlClient:
         self._thread = threading.Thread(target=self._run, name="llmdd-control", daemon=True)
         self._thread.start()
 
-    def claim(self, claim_id: int, ticket: Ticket, deadline_s: float) -> None:
+    def claim(self, claim_id: int, ticket: AnyTicket, deadline_s: float) -> None:
         """Ask P for the ticket's blocks; an outcome follows."""
         self._post(lambda now_s: self._do_claim(claim_id, ticket, deadline_s, now_s))
 
-    def drop(self, claim_id: int, ticket: Ticket, deadline_s: float) -> None:
+    def has_blocks(self, claim_id: int, ticket: AnyTicket) -> None:
+        """Tell P that an announced request has its blocks here."""
+        self._post(lambda now_s: self._do_has_blocks(claim_id, ticket, now_s))
+
+    def drop(self, claim_id: int, ticket: AnyTicket, deadline_s: float) -> None:
         """Tell P that nothing (more) is needed of a claim."""
         self._post(lambda now_s: self._do_drop(claim_id, ticket, deadline_s, now_s))
 
-    def finish(self, claim_id: int, ticket: Ticket) -> None:
+    def finish(self, claim_id: int, ticket: AnyTicket) -> None:
         """Stop renewing a claim that all ranks have released."""
         self._post(lambda now_s: self._do_finish(claim_id, ticket))
 
@@ -136,7 +142,7 @@ class ControlClient:
         else:
             self._react(session, dialer, session.tick(now_s))
 
-    def _do_claim(self, claim_id: int, ticket: Ticket, deadline_s: float, now_s: float) -> None:
+    def _do_claim(self, claim_id: int, ticket: AnyTicket, deadline_s: float, now_s: float) -> None:
         try:
             session, dialer = self._open(ticket.address)
         except LinkError as error:
@@ -144,11 +150,21 @@ class ControlClient:
             return
         self._react(session, dialer, session.claim(claim_id, ticket, deadline_s, now_s))
 
-    def _do_drop(self, claim_id: int, ticket: Ticket, deadline_s: float, now_s: float) -> None:
-        session, dialer = self._open(ticket.address)
+    def _do_drop(self, claim_id: int, ticket: AnyTicket, deadline_s: float, now_s: float) -> None:
+        try:
+            session, dialer = self._open(ticket.address)
+        except LinkError as error:
+            logger.debug("claim %x: P is not told that it is dropped: %s", claim_id, error)
+            return
         self._react(session, dialer, session.drop(claim_id, ticket, deadline_s, now_s))
 
-    def _do_finish(self, claim_id: int, ticket: Ticket) -> None:
+    def _do_has_blocks(self, claim_id: int, ticket: AnyTicket, now_s: float) -> None:
+        known = self._sessions.get(ticket.address)
+        if known is not None:
+            session, dialer = known
+            self._react(session, dialer, session.has_blocks(claim_id, now_s))
+
+    def _do_finish(self, claim_id: int, ticket: AnyTicket) -> None:
         known = self._sessions.get(ticket.address)
         if known is not None:
             known[0].finish(claim_id)
@@ -156,7 +172,7 @@ class ControlClient:
     def _open(self, address: tuple[str, int]) -> tuple[ClientSession, Dialer]:
         known = self._sessions.get(address)
         if known is None:
-            session = ClientSession(address, self._fingerprint)
+            session = ClientSession(address, self._fingerprint, self._takes_push)
             known = (session, Dialer(self._context, *address))
             self._sessions[address] = known
             logger.debug("session %s:%d: opening", *address)

@@ -1,14 +1,20 @@
 """Every message of the control plane, and the only encoder and decoder of them.
 
-D opens both kinds of conversation, always with P's scheduler:
+D opens every conversation. With P's scheduler:
 
-* D's scheduler says ``Hello``, answered by ``Welcome`` or ``Reject``; then ``Claim``, answered by
-  ``Grant`` or ``Gone``, ``Renew``, answered by ``Gone`` for each claim that is over, and ``Drop``.
-* Each worker rank of D says ``Release`` when it has read its blocks, answered by ``ReleaseAck``.
+* D's scheduler says ``Hello``, answered by ``Welcome`` or ``Reject``. For a finished prefill it
+  then says ``Claim``, answered by ``Grant`` or ``Gone``. For one that still has to be computed it
+  says ``Announce``, answered by ``Queued`` and ``Admitted``, or by ``Grant`` when P was faster, or
+  by ``Gone``; and ``Announce`` again once it has blocks. ``Renew`` is answered by ``Gone`` for each
+  claim that is over. ``Drop`` has no answer.
+* Each worker rank of D says ``Release`` when it has its blocks, answered by ``ReleaseAck``.
+
+With P's worker of the same rank, for a push: D's worker says ``Reserve``, answered by ``Done``,
+``Void`` or ``Failed``, and ``Cancel``, which has no answer.
 
 A message of a session that the receiver does not know (it was restarted at the same address, and
-ZMQ reconnects silently) is answered by ``Unknown``. All of it is idempotent: a claim, a release and
-a drop may arrive any number of times.
+ZMQ reconnects silently) is answered by ``Unknown``. All of it is idempotent: every message may
+arrive any number of times.
 
 Version history of the wire: 1, the first.
 """
@@ -24,7 +30,12 @@ PROTOCOL_VERSION = 1
 MAX_MESSAGE_BYTES = 4 << 20
 MAX_RENEWED_CLAIMS = 1024
 
+MAX_GROUPS = 256
+MAX_CACHES = 4096
+
 Port = Annotated[int, msgspec.Meta(ge=1, le=65535)]
+Text = Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
+Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -39,6 +50,8 @@ class WorkerEndpoint(msgspec.Struct, frozen=True, kw_only=True):
     host: str
     engine_port: Port
     """What ``link_clusters`` dials."""
+    control_port: Annotated[int, msgspec.Meta(ge=0, le=65535)]
+    """Where the rank takes ``Reserve``; 0 when it takes none."""
 
 
 class Hello(Message, frozen=True, kw_only=True):
@@ -76,8 +89,37 @@ class Claim(Message, frozen=True, kw_only=True):
     prompt_hash: str
 
 
+class Announce(Message, frozen=True, kw_only=True):
+    """D has, or will have, a request for a prompt that P is to prefill under this transfer id."""
+
+    session: int
+    claim_id: int
+    transfer_id: Text
+    """Drawn by the proxy for both legs; only they know it, so it is the secret too."""
+    num_tokens: Count
+    prompt_hash: str
+    takes_push: bool
+    """Whether D can reserve blocks for a push; else it waits for ``Grant``."""
+    has_blocks: bool
+    """D's scheduler has allocated the blocks: whatever P computes now can leave at once."""
+
+
+class Queued(Message, frozen=True, kw_only=True):
+    """P has the request; it waits for its turn there."""
+
+    claim_id: int
+
+
+class Admitted(Message, frozen=True, kw_only=True):
+    """P is about to compute the prompt: D is to allocate blocks and to reserve them."""
+
+    claim_id: int
+
+
 class Grant(Message, frozen=True, kw_only=True):
     claim_id: int
+    production: int
+    secret: str
     block_ids: tuple[tuple[int, ...], ...]
     """P's blocks of the prompt per KV cache group, from position 0; 0 where P dropped a block."""
 
@@ -99,11 +141,12 @@ class Drop(Message, frozen=True, kw_only=True):
     session: int
     claim_id: int
     production: int
+    """0, with a transfer id as the secret: whichever there is of that transfer."""
     secret: str
 
 
 class Release(Message, frozen=True, kw_only=True):
-    """One rank of D has read the blocks and asks whether P held them until now."""
+    """One rank of D has its blocks and asks whether P held its own until now."""
 
     session: int
     claim_id: int
@@ -120,8 +163,86 @@ class ReleaseAck(Message, frozen=True, kw_only=True):
     """Whether the blocks were still held, and so during the whole read."""
 
 
+class CacheToken(msgspec.Struct, frozen=True, kw_only=True):
+    """The engine's reservation of one cache of D."""
+
+    model_id: Count
+    token: Annotated[int, msgspec.Meta(gt=0)]
+
+
+class BlockSpan(msgspec.Struct, frozen=True, kw_only=True):
+    """Blocks of one KV cache group that D wants, by their positions in the prompt."""
+
+    first: Count
+    count: Count
+
+
+class Reserve(Message, frozen=True, kw_only=True):
+    """One rank of D has reserved blocks and asks for their content, layer by layer."""
+
+    to_cluster: int
+    """P's rank. Another one at the same address has nothing of it."""
+    cluster_id: Annotated[int, msgspec.Meta(gt=0, lt=1 << 48)]
+    """D's rank, which has linked P's."""
+    transfer_id: Text
+    reservation: int
+    """Drawn by D for this attempt."""
+    spans: Annotated[tuple[BlockSpan, ...], msgspec.Meta(max_length=MAX_GROUPS)]
+    """By KV cache group."""
+    tokens: Annotated[tuple[CacheToken, ...], msgspec.Meta(max_length=MAX_CACHES)]
+
+
+class Cancel(Message, frozen=True, kw_only=True):
+    """The reservation is closed: nothing more is wanted."""
+
+    to_cluster: int
+    transfer_id: Text
+    reservation: int
+
+
+class Done(Message, frozen=True, kw_only=True):
+    """D has copied every layer of every block, and P held them all the time."""
+
+    transfer_id: str
+    reservation: int
+    production: int
+
+
+class Void(Message, frozen=True, kw_only=True):
+    """P has lost what it had computed and computes the prompt anew: D is to reserve again."""
+
+    transfer_id: str
+    reservation: int
+
+
+class Failed(Message, frozen=True, kw_only=True):
+    """The blocks will not come."""
+
+    transfer_id: str
+    reservation: int
+    reason: str
+
+
 AnyMessage = (
-    Hello | Welcome | Reject | Unknown | Claim | Grant | Gone | Renew | Drop | Release | ReleaseAck
+    Hello
+    | Welcome
+    | Reject
+    | Unknown
+    | Claim
+    | Announce
+    | Queued
+    | Admitted
+    | Grant
+    | Gone
+    | Renew
+    | Drop
+    | Release
+    | ReleaseAck
+    | Reserve
+    | Cancel
+    | Done
+    | Void
+    | Failed
 )
 
 

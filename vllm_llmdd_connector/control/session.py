@@ -26,6 +26,8 @@ from vllm_llmdd_connector.control.fingerprint import Fingerprint
 from vllm_llmdd_connector.control.messages import (
     MAX_RENEWED_CLAIMS,
     PROTOCOL_VERSION,
+    Admitted,
+    Announce,
     AnyMessage,
     Claim,
     Drop,
@@ -33,6 +35,7 @@ from vllm_llmdd_connector.control.messages import (
     Grant,
     Hello,
     Message,
+    Queued,
     Reject,
     Renew,
     Unknown,
@@ -41,7 +44,7 @@ from vllm_llmdd_connector.control.messages import (
     raw_fingerprint,
 )
 from vllm_llmdd_connector.errors import LocalProtocolError
-from vllm_llmdd_connector.params import Ticket
+from vllm_llmdd_connector.params import AnyTicket, Appointment
 
 RENEWALS_PER_LEASE = 3
 """A claim survives two lost renewals."""
@@ -63,7 +66,25 @@ class Granted:
 
     claim_id: int
     session: int
+    production: int
+    secret: str
     block_ids: tuple[tuple[int, ...], ...]
+    workers: tuple[WorkerEndpoint, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class InQueue:
+    """P has the announced request and will answer when it is about to compute it."""
+
+    claim_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Invited:
+    """P is about to compute the announced request: blocks can be reserved for it."""
+
+    claim_id: int
+    session: int
     workers: tuple[WorkerEndpoint, ...]
 
 
@@ -76,14 +97,17 @@ class Refused:
     reason: str
 
 
-Outcome = Granted | Refused
+Outcome = Granted | InQueue | Invited | Refused
 
 
 @dataclass(slots=True)
 class _OpenClaim:
-    ticket: Ticket
+    ticket: AnyTicket
     deadline_s: float
+    is_known: bool = False
+    """P has answered: it is renewed, not sent again."""
     granted: bool = False
+    has_blocks: bool = False
     sent_s: float | None = None
 
 
@@ -98,8 +122,11 @@ class Reaction:
 class ClientSession:
     """One D engine's session with the P engine at one address."""
 
-    def __init__(self, address: tuple[str, int], fingerprint: Fingerprint) -> None:
+    def __init__(
+        self, address: tuple[str, int], fingerprint: Fingerprint, takes_push: bool
+    ) -> None:
         self.address = address
+        self._takes_push = takes_push
         self.state = SessionState.OPENING
         self.end_reason = ""
         self._num_workers = fingerprint.tensor_parallel_size
@@ -122,14 +149,23 @@ class ClientSession:
     def num_claims(self) -> int:
         return len(self._claims)
 
-    def claim(self, claim_id: int, ticket: Ticket, deadline_s: float, now_s: float) -> Reaction:
-        """Ask for the blocks of ``ticket``; the outcome comes by ``deadline_s`` at the latest."""
+    def claim(self, claim_id: int, ticket: AnyTicket, deadline_s: float, now_s: float) -> Reaction:
+        """Ask for the blocks of ``ticket``; an outcome comes by ``deadline_s`` at the latest."""
         if self.is_over:
             raise LocalProtocolError(f"session {self.address}: claim in state {self.state.value}")
         self._claims[claim_id] = _OpenClaim(ticket, deadline_s)
         return self._advance(now_s)
 
-    def drop(self, claim_id: int, ticket: Ticket, deadline_s: float, now_s: float) -> Reaction:
+    def has_blocks(self, claim_id: int, now_s: float) -> Reaction:
+        """D has allocated the blocks of an announced request."""
+        claim = self._claims.get(claim_id)
+        if claim is None or self.state is not SessionState.READY:
+            return Reaction()
+        claim.has_blocks = True
+        claim.sent_s = now_s
+        return Reaction(send=[self._claim_message(claim_id, claim)])
+
+    def drop(self, claim_id: int, ticket: AnyTicket, deadline_s: float, now_s: float) -> Reaction:
         """Nothing (more) is needed of a claim, whether P has heard of it or not.
 
         While the session opens the drop is kept, until ``deadline_s``; P's lease ends by itself
@@ -155,6 +191,11 @@ class ClientSession:
                 return self._reopen(now_s)
             case Grant() if self.state is SessionState.READY:
                 return self._on_grant(message)
+            case Queued() if self.state is SessionState.READY:
+                return self._on_known(message.claim_id, InQueue(message.claim_id))
+            case Admitted() if self.state is SessionState.READY:
+                invited = Invited(message.claim_id, self._session, self._workers)
+                return self._on_known(message.claim_id, invited)
             case Gone():
                 return self._refuse([message.claim_id], "claim", message.reason)
         return Reaction()
@@ -168,7 +209,7 @@ class ClientSession:
         late = [
             claim_id
             for claim_id, claim in self._claims.items()
-            if not claim.granted and claim.deadline_s <= now_s
+            if not claim.is_known and claim.deadline_s <= now_s
         ]
         host, port = self.address
         stage = "handshake" if self.state is SessionState.OPENING else "claim"
@@ -188,9 +229,9 @@ class ClientSession:
         self._merge(reaction, self._advance(now_s))
         if self.state is SessionState.READY and now_s - self._renewed_s >= self._renew_s:
             self._renewed_s = now_s
-            granted = tuple(cid for cid, claim in self._claims.items() if claim.granted)
-            for start in range(0, len(granted), MAX_RENEWED_CLAIMS):
-                part = granted[start : start + MAX_RENEWED_CLAIMS]
+            known = tuple(cid for cid, claim in self._claims.items() if claim.is_known)
+            for start in range(0, len(known), MAX_RENEWED_CLAIMS):
+                part = known[start : start + MAX_RENEWED_CLAIMS]
                 reaction.send.append(Renew(session=self._session, claim_ids=part))
         return reaction
 
@@ -198,10 +239,10 @@ class ClientSession:
         """When ``tick`` has something to do; None while nothing is open, so an idle owner
         sleeps."""
         times: list[float] = []
-        if any(claim.granted for claim in self._claims.values()):
+        if any(claim.is_known for claim in self._claims.values()):
             times.append(self._renewed_s + self._renew_s)
         for claim in self._claims.values():
-            if not claim.granted:
+            if not claim.is_known:
                 sent_s = claim.sent_s if self.state is SessionState.READY else self._hello_sent_s
                 times.append(min(claim.deadline_s, (sent_s or 0.0) + RESEND_S))
         times.extend(drop.deadline_s for drop in self._pending_drops.values())
@@ -226,7 +267,7 @@ class ClientSession:
     def _reopen(self, now_s: float) -> Reaction:
         """P was restarted: nothing of the old session exists there any more."""
         reaction = self._refuse(
-            [cid for cid, claim in self._claims.items() if claim.granted],
+            [cid for cid, claim in self._claims.items() if claim.is_known],
             "claim",
             "the prefill server was restarted",
         )
@@ -242,9 +283,23 @@ class ClientSession:
         claim = self._claims.get(message.claim_id)
         if claim is None or claim.granted:
             return Reaction()
-        claim.granted = True
-        granted = Granted(message.claim_id, self._session, message.block_ids, self._workers)
+        claim.is_known = claim.granted = True
+        granted = Granted(
+            message.claim_id,
+            self._session,
+            message.production,
+            message.secret,
+            message.block_ids,
+            self._workers,
+        )
         return Reaction(outcomes=[granted])
+
+    def _on_known(self, claim_id: int, outcome: Outcome) -> Reaction:
+        claim = self._claims.get(claim_id)
+        if claim is None or claim.granted:
+            return Reaction()
+        claim.is_known = True
+        return Reaction(outcomes=[outcome])
 
     def _advance(self, now_s: float) -> Reaction:
         """Send whatever is due in this state."""
@@ -257,13 +312,13 @@ class ClientSession:
             reaction.send.extend(self._take_drops())
             stale = []
             for claim_id, claim in self._claims.items():
-                if claim.granted or (claim.sent_s is not None and now_s - claim.sent_s < RESEND_S):
+                if claim.is_known or (claim.sent_s is not None and now_s - claim.sent_s < RESEND_S):
                     continue
-                if claim.ticket.instance != self._instance:
+                if not self._is_of_this_process(claim.ticket):
                     stale.append(claim_id)
                     continue
                 claim.sent_s = now_s
-                reaction.send.append(self._claim_message(claim_id, claim.ticket))
+                reaction.send.append(self._claim_message(claim_id, claim))
             self._merge(reaction, self._refuse(stale, "claim", "the prefill server was restarted"))
         return reaction
 
@@ -277,10 +332,24 @@ class ClientSession:
                 secret=drop.ticket.secret,
             )
             for claim_id, drop in drops.items()
-            if drop.ticket.instance == self._instance
+            if self._is_of_this_process(drop.ticket)
         ]
 
-    def _claim_message(self, claim_id: int, ticket: Ticket) -> Claim:
+    def _is_of_this_process(self, ticket: AnyTicket) -> bool:
+        return isinstance(ticket, Appointment) or ticket.instance == self._instance
+
+    def _claim_message(self, claim_id: int, claim: _OpenClaim) -> Claim | Announce:
+        ticket = claim.ticket
+        if isinstance(ticket, Appointment):
+            return Announce(
+                session=self._session,
+                claim_id=claim_id,
+                transfer_id=ticket.transfer_id,
+                num_tokens=ticket.num_tokens,
+                prompt_hash=ticket.prompt_hash,
+                takes_push=self._takes_push,
+                has_blocks=claim.has_blocks,
+            )
         return Claim(
             session=self._session,
             claim_id=claim_id,

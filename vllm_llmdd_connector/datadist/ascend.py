@@ -105,6 +105,7 @@ class AscendBackend:
 
     # A request of this mode has room for about 131,000 entries, two for each run of blocks.
     max_blocks_per_pull = 32768
+    has_reservations = False
 
     def __init__(self, config: ConnectorConfig, device: Any) -> None:
         self.api: Any = load_vendor()

@@ -50,6 +50,8 @@ class Region(NamedTuple):
     """Address of block 0."""
     block_len: int
     """Bytes of a block, and the distance to the next one."""
+    layers: tuple[str, ...] = ()
+    """The layers that write it; it is computed when all of them are."""
 
 
 class CachePlan(NamedTuple):
@@ -68,6 +70,7 @@ class _Part(NamedTuple):
     """One tensor seen as blocks."""
 
     name: str
+    layer: str
     base: int
     block_stride: int
     geometry: PartGeometry
@@ -138,11 +141,11 @@ def _layer_parts(layer: str, value: Any, num_blocks: int) -> list[_Part]:
         else:
             split.append(tensor)
     if len(split) == 1:
-        return [_part(layer, split[0], num_blocks)]
-    return [_part(f"{layer}#{i}", tensor, num_blocks) for i, tensor in enumerate(split)]
+        return [_part(layer, layer, split[0], num_blocks)]
+    return [_part(f"{layer}#{i}", layer, tensor, num_blocks) for i, tensor in enumerate(split)]
 
 
-def _part(name: str, tensor: Any, num_blocks: int) -> _Part:
+def _part(name: str, layer: str, tensor: Any, num_blocks: int) -> _Part:
     shape, strides = tuple(tensor.shape), tuple(tensor.stride())
     item = tensor.element_size()
     if shape[0] == 0 or shape[0] % num_blocks:
@@ -168,7 +171,7 @@ def _part(name: str, tensor: Any, num_blocks: int) -> _Part:
         strides=strides[1:],
         block_len=inner_len * kernel_blocks,
     )
-    return _Part(name, tensor.data_ptr(), strides[0] * item * kernel_blocks, geometry)
+    return _Part(name, layer, tensor.data_ptr(), strides[0] * item * kernel_blocks, geometry)
 
 
 def _dense_len(shape: Iterable[int], strides: Iterable[int]) -> int:
@@ -189,7 +192,7 @@ def _regions(parts: Sequence[_Part]) -> list[Region]:
     interleaved: dict[int, list[_Part]] = defaultdict(list)
     for part in parts:
         if part.block_stride == part.geometry.block_len:
-            regions.append(Region(part.name, part.base, part.geometry.block_len))
+            regions.append(Region(part.name, part.base, part.geometry.block_len, (part.layer,)))
         else:
             interleaved[part.block_stride].append(part)
     for stride, members in interleaved.items():
@@ -210,7 +213,9 @@ def _joined_rows(stride: int, parts: Sequence[_Part]) -> list[Region]:
         row.append(part)
         filled += part.geometry.block_len
         if filled == stride:
-            regions.append(Region("+".join(member.name for member in row), row[0].base, stride))
+            name = "+".join(member.name for member in row)
+            layers = tuple(member.layer for member in row)
+            regions.append(Region(name, row[0].base, stride, layers))
             row, filled = [], 0
     if row:
         raise ConfigError(

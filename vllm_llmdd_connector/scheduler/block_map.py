@@ -18,6 +18,14 @@ class GroupBlocks(NamedTuple):
     """Position in the prompt, in blocks, of the first block of the range."""
 
 
+class WantedBlocks(NamedTuple):
+    """What D wants of one KV cache group."""
+
+    dst_blocks: list[int]
+    first_position: int
+    """Position in the prompt, in blocks, of the first one."""
+
+
 def prompt_blocks(
     block_ids: Sequence[Sequence[int]], block_sizes: Sequence[int], num_tokens: int
 ) -> tuple[tuple[int, ...], ...]:
@@ -66,6 +74,45 @@ def map_blocks(
     ]
 
 
+def wanted_blocks(
+    dst_block_ids: Sequence[Sequence[int]],
+    block_sizes: Sequence[int],
+    num_local_tokens: int,
+    num_tokens: int,
+) -> list[WantedBlocks]:
+    """D's blocks for tokens [num_local_tokens, num_tokens), per group; arguments as ``map_blocks``.
+
+    Raises:
+        TransferError: a table is too short.
+    """
+    if len(dst_block_ids) != len(block_sizes):
+        raise TransferError(
+            f"KV cache groups differ: local {len(dst_block_ids)}, expected {len(block_sizes)}"
+        )
+    return [
+        _wanted_of_group(index, ids, size, num_local_tokens, num_tokens)
+        for index, (ids, size) in enumerate(zip(dst_block_ids, block_sizes, strict=True))
+    ]
+
+
+def _wanted_of_group(
+    index: int, dst_ids: Sequence[int], block_size: int, num_local_tokens: int, num_tokens: int
+) -> WantedBlocks:
+    first, last = num_local_tokens // block_size, -(-num_tokens // block_size)
+    if len(dst_ids) < last:
+        raise TransferError(
+            f"KV cache group {index} needs blocks [{first}, {last}) of the prompt, "
+            f"but this server has {len(dst_ids)}"
+        )
+    # vLLM drops blocks from the left only, so the holes are a prefix of the table.
+    while first < last and dst_ids[first] == NULL_BLOCK:
+        first += 1
+    dst = list(dst_ids[first:last])
+    if NULL_BLOCK in dst:
+        raise TransferError(f"KV cache group {index} has a hole behind its first block: {dst}")
+    return WantedBlocks(dst, first)
+
+
 def _map_group(
     index: int,
     src_ids: Sequence[int],
@@ -74,18 +121,14 @@ def _map_group(
     num_local_tokens: int,
     num_tokens: int,
 ) -> GroupBlocks:
-    first, last = num_local_tokens // block_size, -(-num_tokens // block_size)
-    if len(src_ids) < last or len(dst_ids) < last:
+    dst, first = _wanted_of_group(index, dst_ids, block_size, num_local_tokens, num_tokens)
+    last = first + len(dst)
+    if len(src_ids) < last:
         raise TransferError(
             f"KV cache group {index} needs blocks [{first}, {last}) of the prompt, "
-            f"but the peer has {len(src_ids)} and this server {len(dst_ids)}"
+            f"but the peer has {len(src_ids)}"
         )
-    # vLLM drops blocks from the left only, so the holes are a prefix of the table.
-    while first < last and dst_ids[first] == NULL_BLOCK:
-        first += 1
-    src, dst = list(src_ids[first:last]), list(dst_ids[first:last])
-    if NULL_BLOCK in dst:
-        raise TransferError(f"KV cache group {index} has a hole behind its first block: {dst}")
+    src = list(src_ids[first:last])
     if NULL_BLOCK in src:
         raise TransferError(
             f"KV cache group {index}: the prefill server has dropped a block that is wanted here "

@@ -5,7 +5,7 @@ Runs on the scheduling thread only. A request's states:
 ============= ==================== =============
 state         event                next
 ============= ==================== =============
-``CLAIMING``  P granted            ``MATCHED``
+``CLAIMING``  P granted or invited ``MATCHED``
 ``CLAIMING``  refused, too late    ``LOCAL``
 ``MATCHED``   blocks allocated     ``RECEIVING``
 ``MATCHED``   nothing needed       ``LOCAL``
@@ -14,6 +14,9 @@ state         event                next
 ``RECEIVING`` a rank failed        ``FAILED``
 ============= ==================== =============
 
+A grant is for blocks that P has computed, which D pulls; an invitation is for a prompt that P is
+about to compute, whose blocks it pushes into those that D reserves.
+
 Only ``CLAIMING`` and ``MATCHED`` may still ask for remote blocks, so a request that vLLM preempts
 after its load, or reschedules after a failure, is computed locally.
 """
@@ -21,23 +24,32 @@ after its load, or reschedules after a failure, is computed locally.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from vllm_llmdd_connector.config import ConnectorConfig, is_allowed_peer
-from vllm_llmdd_connector.control.session import Granted, Outcome, Refused
+from vllm_llmdd_connector.control.session import Granted, InQueue, Invited, Outcome, Refused
 from vllm_llmdd_connector.errors import RemoteProtocolError, TransferError
 from vllm_llmdd_connector.ids import new_claim_id
 from vllm_llmdd_connector.layout.groups import Group
 from vllm_llmdd_connector.log import get_logger
-from vllm_llmdd_connector.metadata import PullJob, StepMessage
+from vllm_llmdd_connector.metadata import Job, PullJob, ReceiveJob, StepMessage
 from vllm_llmdd_connector.metrics import TransferStats
 from vllm_llmdd_connector.params import (
-    Ticket,
+    AnyTicket,
+    Appointment,
+    read_appointment,
     read_ticket,
     request_prompt_hash,
+    transfer_id_of,
     wants_remote_prefill,
 )
-from vllm_llmdd_connector.scheduler.block_map import NULL_BLOCK, GroupBlocks, map_blocks
+from vllm_llmdd_connector.scheduler.block_map import (
+    NULL_BLOCK,
+    GroupBlocks,
+    WantedBlocks,
+    map_blocks,
+    wanted_blocks,
+)
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -62,9 +74,10 @@ class Control(Protocol):
     """What the consumer needs of the control plane; ``ControlClient`` and the tests' fake have
     it."""
 
-    def claim(self, claim_id: int, ticket: Ticket, deadline_s: float) -> None: ...
-    def drop(self, claim_id: int, ticket: Ticket, deadline_s: float) -> None: ...
-    def finish(self, claim_id: int, ticket: Ticket) -> None: ...
+    def claim(self, claim_id: int, ticket: AnyTicket, deadline_s: float) -> None: ...
+    def has_blocks(self, claim_id: int, ticket: AnyTicket) -> None: ...
+    def drop(self, claim_id: int, ticket: AnyTicket, deadline_s: float) -> None: ...
+    def finish(self, claim_id: int, ticket: AnyTicket) -> None: ...
     def take_outcomes(self) -> list[Outcome]: ...
 
 
@@ -73,12 +86,12 @@ class ConsumerRequest:
     """One request at D that came with a ticket."""
 
     request_id: str
-    ticket: Ticket
+    ticket: AnyTicket
     claim_id: int
     state: RequestState
     deadline_s: float
     """Of the claim's answer."""
-    granted: Granted | None = None
+    offer: Granted | Invited | None = None
     num_local_tokens: int = 0
     """D's local prefix hit when vLLM last asked."""
 
@@ -103,8 +116,8 @@ class Consumer:
         self._stats = stats
         self._requests: dict[str, ConsumerRequest] = {}
         self._by_claim: dict[int, ConsumerRequest] = {}
-        self._pulls: list[PullJob] = []
-        self._cancels: list[str] = []
+        self._jobs: list[Job] = []
+        self._cancels: dict[str, str] = {}
 
     def on_new_request(self, request: "Request") -> None:
         """Start the claim before vLLM first tries to schedule the request."""
@@ -123,7 +136,7 @@ class Consumer:
                 return None, False
             # Its answer may still be on the way, and would be renewed for nobody.
             self._drop(entry)
-            self._fall_back(entry, "claim", "P did not answer in time")
+            self._fall_back(entry, _stage(entry), "P did not answer in time")
         if entry.state is not RequestState.MATCHED:
             return 0, False
         entry.num_local_tokens = num_computed_tokens
@@ -144,18 +157,24 @@ class Consumer:
         entry = self._requests.get(request_id)
         if entry is None or entry.state not in _OPEN:
             return
-        if num_external_tokens <= 0 or entry.granted is None:
+        if num_external_tokens <= 0 or entry.offer is None:
             self._give_up_claim(entry)
             self._stats.count("recv_not_needed")
             return
         end = entry.num_local_tokens + num_external_tokens
-        self._pulls.append(self._pull_job(entry, entry.granted, block_ids, end))
+        if isinstance(entry.offer, Granted):
+            self._jobs.append(self._pull_job(entry, entry.offer, block_ids, end))
+        else:
+            self._jobs.append(self._receive_job(entry, entry.offer, block_ids, end))
+            self._control.has_blocks(entry.claim_id, entry.ticket)
         entry.state = RequestState.RECEIVING
 
     def fill(self, step: StepMessage) -> None:
-        """Add this step's pulls and cancels to the step message."""
-        step.pulls, self._pulls = self._pulls, []
-        step.cancels, self._cancels = self._cancels, []
+        """Add this step's jobs and cancels to the step message."""
+        if self._by_claim:
+            self._apply_outcomes()
+        step.jobs, self._jobs = self._jobs, []
+        step.cancels, self._cancels = self._cancels, {}
 
     def on_failed(self, failed: dict[str, str]) -> None:
         """Some rank could not load these requests; the ranks' common report may come in a later
@@ -184,7 +203,7 @@ class Consumer:
             return
         self._by_claim.pop(entry.claim_id, None)
         if entry.state is RequestState.RECEIVING:
-            self._cancels.append(entry.request_id)
+            self._cancels[entry.request_id] = ""
         if entry.state in _OPEN or entry.state is RequestState.RECEIVING:
             self._drop(entry)
 
@@ -210,12 +229,12 @@ class Consumer:
         self._control.claim(entry.claim_id, ticket, deadline_s)
         return entry
 
-    def _checked_ticket(self, request: "Request") -> Ticket | None:
+    def _checked_ticket(self, request: "Request") -> AnyTicket | None:
         """The ticket, or None with the params switched off: such a request is prefilled locally."""
         params = request.kv_transfer_params
         assert params is not None
         try:
-            ticket = read_ticket(params)
+            ticket = self._read_ticket(params, request)
             self._check_ticket(ticket, request)
         except RemoteProtocolError as error:
             params["do_remote_prefill"] = False
@@ -224,7 +243,18 @@ class Consumer:
             return None
         return ticket
 
-    def _check_ticket(self, ticket: Ticket, request: "Request") -> None:
+    @staticmethod
+    def _read_ticket(params: dict[str, Any], request: "Request") -> AnyTicket:
+        """The sequential flow's ticket, or the concurrent flow's appointment."""
+        transfer_id = transfer_id_of(params)
+        if transfer_id is None or isinstance(params.get("llmdd"), dict):
+            return read_ticket(params)
+        prompt_id = request_prompt_hash(request)
+        if prompt_id is None:
+            raise RemoteProtocolError("a prompt of embeddings cannot be prefilled elsewhere")
+        return read_appointment(params, transfer_id, request.num_prompt_tokens, prompt_id)
+
+    def _check_ticket(self, ticket: AnyTicket, request: "Request") -> None:
         if not is_allowed_peer(ticket.host, self._config.allowed_peers):
             raise RemoteProtocolError(
                 f"kv_transfer_params names the prefill server {ticket.host}, which is not in "
@@ -249,7 +279,7 @@ class Consumer:
             return
         assert params is not None
         try:
-            ticket = read_ticket(params)
+            ticket = self._read_ticket(params, request)
         except RemoteProtocolError:
             return
         if is_allowed_peer(ticket.host, self._config.allowed_peers):
@@ -260,25 +290,34 @@ class Consumer:
     def _apply_outcomes(self) -> None:
         for outcome in self._control.take_outcomes():
             entry = self._by_claim.get(outcome.claim_id)
-            if entry is None:
-                continue
-            if isinstance(outcome, Granted) and entry.state is RequestState.CLAIMING:
-                self._on_granted(entry, outcome)
-            elif isinstance(outcome, Refused) and entry.state in _OPEN:
-                self._fall_back(entry, outcome.stage, outcome.reason)
+            if entry is not None:
+                self._apply(entry, outcome)
 
-    def _on_granted(self, entry: ConsumerRequest, granted: Granted) -> None:
-        for worker in granted.workers:
+    def _apply(self, entry: ConsumerRequest, outcome: Outcome) -> None:
+        match outcome:
+            case Granted() | Invited() if entry.state is RequestState.CLAIMING:
+                self._on_offer(entry, outcome)
+            case InQueue() if entry.state is RequestState.CLAIMING:
+                entry.deadline_s = self._clock() + self._config.request_timeout_s
+            case Refused() if entry.state in _OPEN:
+                self._fall_back(entry, outcome.stage, outcome.reason)
+            case Refused() if isinstance(entry.offer, Invited):
+                # Its blocks are reserved for a push that will not come, or cannot be confirmed.
+                if entry.state is RequestState.RECEIVING:
+                    self._cancels[entry.request_id] = f"{outcome.stage}: {outcome.reason}"
+
+    def _on_offer(self, entry: ConsumerRequest, offer: Granted | Invited) -> None:
+        for worker in offer.workers:
             if not is_allowed_peer(worker.host, self._config.allowed_peers):
                 reason = f"its worker {worker.host} is not in allowed_peers"
                 self._drop(entry)
-                self._fall_back(entry, "claim", reason)
+                self._fall_back(entry, _stage(entry), reason)
                 return
-        if self._lacks_needed_block(entry, granted):
+        if isinstance(offer, Granted) and self._lacks_needed_block(entry, offer):
             self._drop(entry)
             self._fall_back(entry, "block map", "P's sliding window has left a block needed here")
             return
-        entry.granted = granted
+        entry.offer = offer
         entry.state = RequestState.MATCHED
 
     def _lacks_needed_block(self, entry: ConsumerRequest, granted: Granted) -> bool:
@@ -326,7 +365,7 @@ class Consumer:
 
         Without groups when the tables do not fit, which the workers report as failed.
         """
-        ticket, start = entry.ticket, entry.num_local_tokens
+        start = entry.num_local_tokens
         groups: list[GroupBlocks] = []
         try:
             groups = map_blocks(
@@ -338,20 +377,52 @@ class Consumer:
             )
         except TransferError as error:
             logger.error("request %s: %s", entry.request_id, error)
-        loaded_blocks: list[int] = []
-        if len(block_ids) == 1:
-            size = self._block_sizes[0]
-            loaded_blocks = list(block_ids[0][start // size : -(-end // size)])
         return PullJob(
             request_id=entry.request_id,
-            transfer_id=ticket.transfer_id,
+            transfer_id=entry.ticket.transfer_id,
             claim_id=entry.claim_id,
-            production=ticket.production,
-            secret=ticket.secret,
-            control_address=ticket.address,
+            production=granted.production,
+            secret=granted.secret,
+            control_address=entry.ticket.address,
             session=granted.session,
             workers=granted.workers,
             groups=groups,
-            loaded_blocks=loaded_blocks,
+            loaded_blocks=self._loaded_blocks(block_ids, start, end),
             timeout_s=self._config.request_timeout_s,
         )
+
+    def _receive_job(
+        self,
+        entry: ConsumerRequest,
+        invited: Invited,
+        block_ids: Sequence[Sequence[int]],
+        end: int,
+    ) -> ReceiveJob:
+        """As ``_pull_job``, for blocks that P will push."""
+        start = entry.num_local_tokens
+        groups: list[WantedBlocks] = []
+        try:
+            groups = wanted_blocks(block_ids, self._block_sizes, start, end)
+        except TransferError as error:
+            logger.error("request %s: %s", entry.request_id, error)
+        return ReceiveJob(
+            request_id=entry.request_id,
+            transfer_id=entry.ticket.transfer_id,
+            claim_id=entry.claim_id,
+            control_address=entry.ticket.address,
+            session=invited.session,
+            workers=invited.workers,
+            groups=groups,
+            loaded_blocks=self._loaded_blocks(block_ids, start, end),
+            timeout_s=self._config.request_timeout_s,
+        )
+
+    def _loaded_blocks(self, block_ids: Sequence[Sequence[int]], start: int, end: int) -> list[int]:
+        if len(block_ids) != 1:
+            return []
+        size = self._block_sizes[0]
+        return list(block_ids[0][start // size : -(-end // size)])
+
+
+def _stage(entry: ConsumerRequest) -> str:
+    return "announce" if isinstance(entry.ticket, Appointment) else "claim"

@@ -7,7 +7,8 @@ when
 
 * every claim on it was released by all of D's ranks, dropped, or expired, or
 * nobody claimed it within ``lease_s``, or
-* ``max_lease_s`` has passed.
+* ``max_lease_s`` has passed, or
+* P voids it.
 
 Ended means that the scheduling thread may free the blocks. A release is confirmed while its lease
 has not ended and refused afterwards, so the reader always learns the truth.
@@ -15,7 +16,7 @@ has not ended and refused afterwards, so the reader always learns the truth.
 
 import heapq
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -25,6 +26,8 @@ class LeaseEnd(Enum):
 
     RELEASED = "released"
     EXPIRED = "expired"
+    VOIDED = "voided"
+    """P itself gave the blocks up: their request was preempted or aborted."""
 
 
 @dataclass(slots=True)
@@ -61,7 +64,7 @@ class LeaseTable:
     def __init__(self, lease_s: float, max_lease_s: float, num_ranks: int) -> None:
         self._lease_s = lease_s
         self._max_lease_s = max_lease_s
-        self._num_ranks = num_ranks
+        self.num_ranks = num_ranks
         self._last_production = 0
         self._leases: dict[int, Lease] = {}
         self._claims: dict[int, int] = {}
@@ -81,6 +84,11 @@ class LeaseTable:
         """How many of ``blocks`` no lease holds yet."""
         return sum(1 for block in blocks if block not in self._holders)
 
+    def new_production(self) -> int:
+        """The number of one computation of one prompt."""
+        self._last_production += 1
+        return self._last_production
+
     def open(
         self,
         request_id: str,
@@ -89,11 +97,11 @@ class LeaseTable:
         block_ids: Sequence[Sequence[int]],
         held_blocks: tuple[int, ...],
         now_s: float,
+        production: int | None = None,
     ) -> Lease:
-        """Hold a finished prompt's blocks from now on."""
-        self._last_production += 1
+        """Hold a prompt's blocks from now on; ``production`` if it was named before."""
         lease = Lease(
-            production=self._last_production,
+            production=self.new_production() if production is None else production,
             request_id=request_id,
             secret=secret,
             prompt_hash=prompt_hash,
@@ -119,13 +127,23 @@ class LeaseTable:
         known = self._claims.get(claim_id)
         if known is not None and known != production:
             return "this claim id is in use for another prompt"
-        if known is None:
-            self._claims[claim_id] = production
-            lease.claims[claim_id] = ClaimState(self._extended(lease, now_s))
-        else:
-            lease.claims[claim_id].deadline_s = self._extended(lease, now_s)
-        self._reschedule(lease)
+        self.attach(lease, claim_id, now_s)
         return lease
+
+    def attach(
+        self, lease: Lease, claim_id: int, now_s: float, ranks_released: Iterable[int] = ()
+    ) -> None:
+        """A D request's hold on a live lease, new or renewed."""
+        self._claims[claim_id] = lease.production
+        claim = lease.claims.setdefault(claim_id, ClaimState(0.0))
+        claim.ranks_released.update(ranks_released)
+        claim.deadline_s = self._extended(lease, now_s)
+        self._reschedule(lease)
+
+    def void(self, lease: Lease) -> None:
+        """Its blocks do not count any more, whoever still has a claim."""
+        if lease.end is None:
+            self._end(lease, LeaseEnd.VOIDED)
 
     def renew(self, claim_id: int, now_s: float) -> bool:
         """Extend a claim; False when there is nothing left to extend."""
@@ -155,7 +173,7 @@ class LeaseTable:
         claim = lease.claims.get(claim_id)
         if claim is not None:
             claim.ranks_released.add(rank)
-            if len(claim.ranks_released) >= self._num_ranks:
+            if len(claim.ranks_released) >= self.num_ranks:
                 self._close_claim(lease, claim_id)
         return True
 

@@ -1,12 +1,15 @@
-"""P's requests: from a finished prefill to the release of its blocks.
+"""P's requests: from the prompt that vLLM is to compute to the release of its blocks.
 
-Called by the scheduling thread (hooks) and by the control thread (``handle``); one lock guards the
-lease table. Neither side waits for anything while holding it.
+Called by the scheduling thread (hooks) and by the control thread (``ProducerControl``); one lock
+guards leases and handovers. Neither side waits for anything while holding it.
 
 A lease holds its blocks by references of its own in vLLM's block pool, not by delaying the end of
 the request: vLLM keeps stepping an engine whose finished requests wait, and its processes would
 spin for as long as any lease lives. References are taken and given back on the scheduling thread
 only; the blocks of an ended lease come back at the next hook.
+
+A prompt that was announced for a push has its lease from the step that computes its last token on:
+what vLLM does to the request afterwards touches none of its blocks.
 """
 
 import threading
@@ -15,27 +18,10 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from vllm_llmdd_connector.config import ConnectorConfig
-from vllm_llmdd_connector.control.fingerprint import Fingerprint, first_difference
-from vllm_llmdd_connector.control.messages import (
-    PROTOCOL_VERSION,
-    AnyMessage,
-    Claim,
-    Drop,
-    Gone,
-    Grant,
-    Hello,
-    Message,
-    Reject,
-    Release,
-    ReleaseAck,
-    Renew,
-    Unknown,
-    Welcome,
-    WorkerEndpoint,
-    read_fingerprint,
-)
+from vllm_llmdd_connector.control.messages import Grant
 from vllm_llmdd_connector.errors import RemoteProtocolError
-from vllm_llmdd_connector.ids import new_claim_id, new_secret
+from vllm_llmdd_connector.ids import new_secret
+from vllm_llmdd_connector.layout.groups import Group
 from vllm_llmdd_connector.log import get_logger
 from vllm_llmdd_connector.metadata import SentPrompt, StepMessage
 from vllm_llmdd_connector.metrics import TransferStats
@@ -43,21 +29,24 @@ from vllm_llmdd_connector.params import (
     Ticket,
     request_prompt_hash,
     response_params,
+    transfer_id_of,
     wants_remote_decode,
 )
 from vllm_llmdd_connector.scheduler.block_map import NULL_BLOCK, prompt_blocks
+from vllm_llmdd_connector.scheduler.handover import Gate, Handover, HandoverTable
 from vllm_llmdd_connector.scheduler.lease import Lease, LeaseEnd, LeaseTable
+from vllm_llmdd_connector.scheduler.prefill_steps import Prefill, PrefillSteps
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
 logger = get_logger(__name__)
 
-MAX_LOGGED = 1024
-"""Kinds of refusals that are logged, each once; all are counted."""
-
 _HANDED_OVER = frozenset({"FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED"})
+
+BlockTable = tuple[tuple[int, ...], ...]
 
 
 class Producer:
@@ -69,7 +58,7 @@ class Producer:
         engine_id: str,
         instance: str,
         control_port: int,
-        block_sizes: Sequence[int],
+        groups: Sequence[Group],
         num_blocks: int,
         num_ranks: int,
         clock: Callable[[], float],
@@ -79,23 +68,27 @@ class Producer:
         self._engine_id = engine_id
         self._instance = instance
         self._control_port = control_port
-        self._block_sizes = tuple(block_sizes)
+        self._groups = tuple(groups)
+        self._block_sizes = tuple(group.block_size for group in groups)
         self._max_held_blocks = int(num_blocks * config.max_leased_fraction)
         self._clock = clock
         self._stats = stats
-        self._session = new_claim_id()
-        self._lock = threading.Lock()
-        self._leases = LeaseTable(config.lease_s, config.max_lease_s, num_ranks)
+        self.lock = threading.Lock()
+        """Guards ``leases`` and ``handovers``."""
+        self.leases = LeaseTable(config.lease_s, config.max_lease_s, num_ranks)
+        self.handovers = HandoverTable(
+            config.lease_s,
+            config.first_contact_timeout_s,
+            int(num_blocks * config.unreserved_fraction),
+        )
+        self._prefills = PrefillSteps(self._block_sizes, self._transferred)
         self._block_pool: BlockPool | None = None
         self._sent_prompts: list[SentPrompt] = []
-        self._fingerprint: Fingerprint | None = None
-        self._logged_refusals: set[str] = set()
-        self._workers: tuple[WorkerEndpoint, ...] = ()
+        self._voids: list[int] = []
 
-    def set_identity(self, fingerprint: Fingerprint, workers: tuple[WorkerEndpoint, ...]) -> None:
-        """What Welcome says; called before the control channel answers."""
-        self._fingerprint = fingerprint
-        self._workers = workers
+    def allow_push(self) -> None:
+        """The workers' engines know reservations."""
+        self.handovers.can_push = True
 
     def bind_block_pool(self, block_pool: "BlockPool") -> None:
         """vLLM's blocks with their reference counts; given once, before the first request."""
@@ -103,57 +96,144 @@ class Producer:
 
     @property
     def num_leases(self) -> int:
-        return len(self._leases)
+        return len(self.leases)
+
+    def on_new_request(self, request: "Request") -> None:
+        """A D may wait for this prompt already, or will soon."""
+        self.free_ended()
+        params = request.kv_transfer_params
+        if not wants_remote_decode(params) or getattr(request, "abort_immediately", False):
+            return
+        assert params is not None
+        try:
+            transfer_id = transfer_id_of(params)
+        except RemoteProtocolError as error:
+            self._refuse_handover(request.request_id, str(error))
+            return
+        prompt_id = request_prompt_hash(request)
+        if transfer_id is None or prompt_id is None or self._block_pool is None:
+            return
+        with self.lock:
+            handover = self.handovers.arrive(
+                transfer_id,
+                request.request_id,
+                request.num_prompt_tokens,
+                prompt_id,
+                self._clock(),
+            )
+        if handover is None:
+            self._refuse_handover(
+                request.request_id, f"transfer id {transfer_id} is in use for another request"
+            )
+            return
+        self._prefills.follow(request.request_id, transfer_id, request.num_prompt_tokens)
+
+    def must_wait(self, request: "Request") -> bool:
+        """Whether vLLM is to compute others before this prompt, because no D has blocks for it."""
+        request_id = request.request_id
+        if self.handovers.of_request(request_id) is None:
+            return False
+        num_blocks = sum(-(-request.num_prompt_tokens // size) for size in self._block_sizes)
+        with self.lock:
+            handover = self.handovers.of_request(request_id)
+            if handover is None:
+                return False
+            gate = self.handovers.gate(handover, num_blocks, self._clock())
+            if gate is Gate.PLAIN:
+                self.handovers.end(handover, "")
+        if gate is Gate.PLAIN:
+            self._prefills.forget(request_id)
+            self._refuse_handover(
+                request_id,
+                "no D has asked for it, and prompts without a D take their share of the cache "
+                "(raise unreserved_fraction, or look why D does not announce it)",
+            )
+        return gate is Gate.WAIT
 
     def request_finished(
         self, request: "Request", block_ids: Sequence[Sequence[int]]
     ) -> tuple[bool, dict[str, Any] | None]:
         """Hold the prompt's blocks and return the params for D, or (False, None).
 
-        The first value is always False: vLLM may end the request, the lease has its own references.
+        ``block_ids``: the request's blocks per group of vLLM. The first value is always False: vLLM
+        may end the request, the lease has its own references.
         """
         if not wants_remote_decode(request.kv_transfer_params):
             return False, None
+        prefill = self._prefills.forget(request.request_id)
         if request.status.name not in _HANDED_OVER:
+            self._abandon(request.request_id, prefill)
             return False, None
         if self._block_pool is None:
-            self._stats.count("not_handed_over")
-            logger.warning(
-                "request %s: not handed over, vLLM has not bound its block pool; does a wrapping "
-                "connector forward bind_gpu_block_pool?",
+            self._refuse_handover(
                 request.request_id,
+                "vLLM has not bound its block pool; does a wrapping connector forward "
+                "bind_gpu_block_pool?",
             )
             return False, None
         self.free_ended()
         prompt_id = request_prompt_hash(request)
         if prompt_id is None:
-            self._stats.count("not_handed_over")
-            logger.warning(
-                "request %s: a prompt of embeddings is not handed over; D prefills it itself",
-                request.request_id,
+            self._refuse_handover(
+                request.request_id, "a prompt of embeddings is not handed over; D prefills itself"
             )
             return False, None
-        blocks = prompt_blocks(block_ids, self._block_sizes, request.num_prompt_tokens)
-        held_blocks = tuple(dict.fromkeys(chain.from_iterable(blocks)))
-        held_blocks = tuple(block for block in held_blocks if block != NULL_BLOCK)
-        if not held_blocks:
+        blocks = prompt_blocks(
+            self._transferred(block_ids), self._block_sizes, request.num_prompt_tokens
+        )
+        if prefill is not None and self._config.kv_digest:
+            sent = SentPrompt(request.request_id, prefill.transfer_id, blocks)
+            self._sent_prompts.append(sent)
+        if prefill is not None and self._was_fetched(prefill):
             return False, None
-        with self._lock:
-            lease = self._open_lease(request.request_id, prompt_id, blocks, held_blocks)
+        lease = self._lease_of(request.request_id, prompt_id, blocks)
         if lease is None:
             return False, None
         return False, self._params(lease, request.num_prompt_tokens)
+
+    def _was_fetched(self, prefill: Prefill) -> bool:
+        """Whether D has everything already, and the lease has ended, before vLLM ends the
+        request."""
+        return prefill.is_computed and self.handovers.of_request(prefill.request_id) is None
+
+    def _lease_of(self, request_id: str, prompt_id: str, blocks: BlockTable) -> Lease | None:
+        """The lease of a computed prompt: the one it has already, or a new one."""
+        with self.lock:
+            handover = self.handovers.of_request(request_id)
+            lease = handover.lease if handover is not None else None
+            if lease is None and (handover is None or not handover.was_dropped):
+                lease = self._open_lease(request_id, prompt_id, blocks, handover, None)
+            if handover is None or lease is None:
+                if handover is not None:
+                    self.handovers.end(handover, "the prefill server does not hold the blocks")
+                return lease
+            for suitor in self.handovers.computed(handover, lease):
+                grant = Grant(
+                    claim_id=suitor.claim_id,
+                    production=lease.production,
+                    secret=lease.secret,
+                    block_ids=lease.block_ids,
+                )
+                suitor.reply(grant)
+        return lease
 
     def _open_lease(
         self,
         request_id: str,
         prompt_id: str,
-        blocks: tuple[tuple[int, ...], ...],
-        held_blocks: tuple[int, ...],
+        blocks: BlockTable,
+        handover: Handover | None,
+        production: int | None,
     ) -> Lease | None:
-        held = self._leases.num_held_blocks
-        needed = held + self._leases.num_not_held(held_blocks)
-        if len(self._leases) and needed > self._max_held_blocks:
+        """Hold the blocks, unless leases hold too many already; called with the lock."""
+        held_blocks = tuple(dict.fromkeys(chain.from_iterable(blocks)))
+        held_blocks = tuple(block for block in held_blocks if block != NULL_BLOCK)
+        if not held_blocks:
+            return None
+        held = self.leases.num_held_blocks
+        needed = held + self.leases.num_not_held(held_blocks)
+        is_reserved = handover is not None and handover.is_reserved
+        if len(self.leases) and needed > self._max_held_blocks and not is_reserved:
             self._stats.count("leases_over_cap")
             logger.warning(
                 "request %s: not handed over, leases hold %d blocks and may hold %d; D prefills it "
@@ -163,13 +243,19 @@ class Producer:
                 self._max_held_blocks,
             )
             return None
-        lease = self._leases.open(
-            request_id, new_secret(), prompt_id, blocks, held_blocks, self._clock()
+        now_s = self._clock()
+        secret = new_secret() if handover is None else handover.transfer_id
+        lease = self.leases.open(
+            request_id, secret, prompt_id, blocks, held_blocks, now_s, production
         )
+        if handover is not None:
+            handover.lease = lease
+            for suitor in handover.suitors.values():
+                self.leases.attach(lease, suitor.claim_id, now_s, suitor.ranks_released)
         pool = self._pool
         pool.touch([pool.blocks[block] for block in held_blocks])
-        if self._config.kv_digest:
-            self._sent_prompts.append(SentPrompt(request_id, blocks))
+        if self._config.kv_digest and handover is None:
+            self._sent_prompts.append(SentPrompt(request_id, request_id, blocks))
         self._stats.count("leases_opened")
         return lease
 
@@ -191,23 +277,95 @@ class Producer:
         assert self._block_pool is not None, "vLLM has not bound its block pool"
         return self._block_pool
 
+    def _transferred(self, block_ids: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
+        return [block_ids[group.group_id] for group in self._groups]
+
+    def _refuse_handover(self, request_id: str, reason: str) -> None:
+        self._stats.count("not_handed_over")
+        logger.warning("request %s: not handed over: %s", request_id, reason)
+
+    def _abandon(self, request_id: str, prefill: Prefill | None) -> None:
+        """P's request was aborted or failed: nobody gets its blocks."""
+        with self.lock:
+            handover = self.handovers.of_request(request_id)
+            if handover is not None:
+                if handover.lease is not None:
+                    self.leases.void(handover.lease)
+                self.handovers.end(handover, "the request ended at the prefill server")
+        if prefill is not None and prefill.production:
+            self._voids.append(prefill.production)
+
     def free_ended(self) -> None:
         """Give the blocks of ended leases back to vLLM; scheduling thread."""
-        if not len(self._leases):
+        if not len(self.leases) and not len(self.handovers):
             return
-        with self._lock:
-            ended = self._leases.take_ended(self._clock())
+        now_s = self._clock()
+        with self.lock:
+            self.handovers.sweep(now_s)
+            ended = self.leases.take_ended(now_s)
             for lease in ended:
-                self._leases.forget(lease)
+                self.leases.forget(lease)
+                self._end_handover(lease)
         for lease in ended:
             # The end of a prompt is worth least to others: it is to be evicted first.
             self._pool.free_blocks([self._pool.blocks[b] for b in reversed(lease.held_blocks)])
             self._log_end(lease)
 
-    def fill(self, step: StepMessage) -> None:
-        """Add what the workers have to digest to the step message."""
+    def _end_handover(self, lease: Lease) -> None:
+        handover = self.handovers.of_request(lease.request_id)
+        if handover is None or handover.lease is not lease:
+            return
+        self._voids.append(lease.production)
+        handover.lease = None
+        if lease.end is not LeaseEnd.VOIDED:
+            expired = lease.end is LeaseEnd.EXPIRED
+            self.handovers.end(handover, "the lease has expired" if expired else "")
+
+    def fill(self, step: StepMessage, output: "SchedulerOutput") -> None:
+        """Add what the workers have to push, to forget and to digest to the step message."""
+        prefills = self._prefills.observe(output, self.leases.new_production)
+        if prefills is not None:
+            step.chunks = prefills.chunks
+            for prefill, production in prefills.voided:
+                self._void(prefill, production)
+            for prefill in prefills.completed:
+                self._hold(prefill)
+        self.free_ended()
+        if self._voids:
+            step.voids, self._voids = self._voids, []
         if self._sent_prompts:
             step.sent_prompts, self._sent_prompts = self._sent_prompts, []
+
+    def _void(self, prefill: Prefill, production: int) -> None:
+        """vLLM has preempted a prompt: it will be another production."""
+        self._voids.append(production)
+        with self.lock:
+            handover = self.handovers.of_request(prefill.request_id)
+            if handover is not None and handover.lease is not None:
+                self.leases.void(handover.lease)
+                handover.lease = None
+
+    def _hold(self, prefill: Prefill) -> None:
+        """The step computes the prompt's last token: from here on a lease holds its blocks."""
+        with self.lock:
+            handover = self.handovers.of_request(prefill.request_id)
+            if handover is None or handover.was_dropped:
+                return
+            blocks = tuple(
+                self._in_window(group, ids, prefill.num_tokens)
+                for group, ids in zip(
+                    self._groups, prefill.prompt_block_ids(self._block_sizes), strict=True
+                )
+            )
+            self._open_lease(
+                prefill.request_id, handover.prompt_hash, blocks, handover, prefill.production
+            )
+
+    @staticmethod
+    def _in_window(group: Group, ids: tuple[int, ...], num_tokens: int) -> tuple[int, ...]:
+        """vLLM frees a window's earlier blocks while the prompt is computed."""
+        first = group.first_block_needed(num_tokens)
+        return (NULL_BLOCK,) * min(first, len(ids)) + ids[first:]
 
     def _log_end(self, lease: Lease) -> None:
         assert lease.end is not None
@@ -222,80 +380,3 @@ class Producer:
                 self._config.host,
                 self._control_port,
             )
-
-    def handle(self, message: AnyMessage, reply: Callable[[Message], None]) -> None:
-        """Answer one message of a D scheduler; control thread."""
-        match message:
-            case Hello():
-                reply(self._on_hello(message))
-            case (
-                Claim(session=session)
-                | Renew(session=session)
-                | Drop(session=session)
-                | Release(session=session)
-            ):
-                if session != self._session:
-                    reply(Unknown(session=session))
-                else:
-                    self._on_session_message(message, reply)
-            case _:
-                raise RemoteProtocolError(f"{type(message).__name__} is not for a prefill server")
-
-    def _on_hello(self, message: Hello) -> Message:
-        assert self._fingerprint is not None
-        problem: str | None
-        if message.version != PROTOCOL_VERSION:
-            problem = (
-                f"protocol version differs: prefill server {PROTOCOL_VERSION}, decode server "
-                f"{message.version}; install one version of the connector on both"
-            )
-        else:
-            problem = first_difference(self._fingerprint, read_fingerprint(message.fingerprint))
-            if problem is not None:
-                problem = (
-                    f"{problem} (local is the prefill server, peer the decode server); start both "
-                    "with the same model and KV cache options"
-                )
-        if problem is None:
-            return Welcome(
-                session=self._session,
-                instance=self._instance,
-                workers=self._workers,
-                lease_s=self._config.lease_s,
-            )
-        self._stats.count_failure("handshake")
-        if problem not in self._logged_refusals and len(self._logged_refusals) < MAX_LOGGED:
-            self._logged_refusals.add(problem)
-            logger.error("a decode server was refused: %s", problem)
-        return Reject(reason=problem)
-
-    def _on_session_message(
-        self, message: Claim | Renew | Drop | Release, reply: Callable[[Message], None]
-    ) -> None:
-        now_s = self._clock()
-        with self._lock:
-            match message:
-                case Claim():
-                    reply(self._claimed(message, now_s))
-                case Renew():
-                    for claim_id in message.claim_ids:
-                        if not self._leases.renew(claim_id, now_s):
-                            reply(Gone(claim_id=claim_id, reason="the lease has ended"))
-                case Drop():
-                    self._leases.drop(message.production, message.secret, message.claim_id)
-                case Release():
-                    reply(self._released(message))
-
-    def _claimed(self, message: Claim, now_s: float) -> Message:
-        result = self._leases.claim(
-            message.production, message.secret, message.prompt_hash, message.claim_id, now_s
-        )
-        if isinstance(result, str):
-            return Gone(claim_id=message.claim_id, reason=result)
-        return Grant(claim_id=message.claim_id, block_ids=result.block_ids)
-
-    def _released(self, message: Release) -> Message:
-        is_held = self._leases.release(
-            message.production, message.secret, message.claim_id, message.rank
-        )
-        return ReleaseAck(claim_id=message.claim_id, production=message.production, valid=is_held)

@@ -18,11 +18,13 @@ from vllm_llmdd_connector.metrics import LlmddStats, TransferStats
 from vllm_llmdd_connector.params import wants_remote_prefill
 from vllm_llmdd_connector.scheduler.consumer import Consumer
 from vllm_llmdd_connector.scheduler.producer import Producer
+from vllm_llmdd_connector.scheduler.producer_control import ProducerControl
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
@@ -47,6 +49,7 @@ class SchedulerConnector:
         self._client: ControlClient | None = None
         self._is_consumer = transfer.is_kv_consumer
         self._warned_local = False
+        self._instance = new_instance()
         if transfer.is_kv_producer:
             self._server = Server(
                 "llmdd-control-server",
@@ -57,9 +60,9 @@ class SchedulerConnector:
             self._producer = Producer(
                 config,
                 transfer.engine_id,
-                new_instance(),
+                self._instance,
                 self._server.port,
-                [group.block_size for group in self._groups],
+                self._groups,
                 kv_cache_config.num_blocks,
                 vllm_config.parallel_config.tensor_parallel_size,
                 time.monotonic,
@@ -86,16 +89,27 @@ class SchedulerConnector:
             groups=ranks[0].groups,
             **model_facts(self._vllm_config),
         )
+        can_push = self._config.push and all(rank.can_push for rank in ranks)
         if self._producer is not None and self._server is not None:
-            endpoints = [rank.endpoint for rank in ranks if rank.endpoint is not None]
-            self._producer.set_identity(fingerprint, tuple(endpoints))
-            self._server.start(self._producer.handle)
+            if can_push:
+                self._producer.allow_push()
+            control = ProducerControl(
+                self._config,
+                self._instance,
+                self._producer,
+                fingerprint,
+                tuple(rank.endpoint for rank in ranks if rank.endpoint is not None),
+                time.monotonic,
+                self._stats,
+            )
+            self._server.start(control.handle)
             logger.info("control channel listens on %s:%d", self._config.host, self._server.port)
         if self._is_consumer:
             self._client = ControlClient(
                 fingerprint,
                 time.monotonic,
                 lambda number: self._stats.count("junk_messages", number),
+                takes_push=can_push,
             )
             self._consumer = Consumer(
                 self._config,
@@ -112,7 +126,7 @@ class SchedulerConnector:
 
     def on_new_request(self, request: "Request") -> None:
         if self._producer is not None:
-            self._producer.free_ended()
+            self._producer.on_new_request(request)
         if self._consumer is not None:
             self._consumer.on_new_request(request)
             if self._producer is None and not wants_remote_prefill(request.kv_transfer_params):
@@ -121,6 +135,8 @@ class SchedulerConnector:
     def get_num_new_matched_tokens(
         self, request: "Request", num_computed_tokens: int
     ) -> tuple[int | None, bool]:
+        if self._producer is not None and self._producer.must_wait(request):
+            return None, False
         if self._consumer is None:
             return 0, False
         return self._consumer.num_matched_tokens(request, num_computed_tokens)
@@ -135,11 +151,10 @@ class SchedulerConnector:
     def loaded_group_ids(self) -> tuple[int, ...]:
         return tuple(group.group_id for group in self._groups)
 
-    def build_connector_meta(self) -> StepMessage:
+    def build_connector_meta(self, output: "SchedulerOutput") -> StepMessage:
         step = StepMessage()
         if self._producer is not None:
-            self._producer.free_ended()
-            self._producer.fill(step)
+            self._producer.fill(step, output)
         if self._consumer is not None:
             self._consumer.fill(step)
         return step
@@ -160,7 +175,7 @@ class SchedulerConnector:
             self._consumer.request_finished(request)
         if self._producer is None:
             return False, None
-        return self._producer.request_finished(request, self._transferred(block_ids))
+        return self._producer.request_finished(request, block_ids)
 
     def reset_cache(self) -> bool:
         """The prefix cache is to be reset: give back what ended leases still hold."""

@@ -36,6 +36,8 @@ class Backend(Protocol):
     """The port that peers' ``link_clusters`` dials; 0 when this side does not listen."""
     max_blocks_per_pull: int
     """Longer block lists are pulled in pieces."""
+    has_reservations: bool
+    """Whether blocks can be set aside for a peer's pushes, an extension of the API."""
 
     def check_plans(self, plans: Sequence[CachePlan]) -> None:
         """Refuse with ``ConfigError`` what cannot be registered."""
@@ -148,6 +150,7 @@ class HostBackend:
 
     listen_port = 0
     max_blocks_per_pull = 2**31
+    has_reservations = True
 
     def __init__(self, config: ConnectorConfig) -> None:
         self.api: Any = load_api(config.engine)

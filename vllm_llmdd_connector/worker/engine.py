@@ -109,6 +109,63 @@ class DataDistEngine:
                 raise TransferTimeout(sentence) from None
             raise TransferError(sentence) from None
 
+    @property
+    def can_push(self) -> bool:
+        """Whether the engine knows reservations, an extension of the API."""
+        return self._backend.has_reservations
+
+    def new_synchronizer(self, num_layers: int) -> Any:
+        """Layer marks in the engine: a transfer waits for them without Python."""
+        return self._api.NativeLayerSynchronizer(num_layers)
+
+    def open_reservation(self, plan: CachePlan, blocks: list[int]) -> int:
+        """Let a peer's pushes with the returned token write these blocks.
+
+        Raises:
+            TransferError: says what the engine says.
+        """
+        manager = self._datadist.cache_manager
+        try:
+            return int(manager.open_reservation(self._caches[plan.model_id], blocks))
+        except self._api.LLMException as error:
+            raise TransferError(f"open_reservation of {len(blocks)} blocks: {error}") from None
+
+    def close_reservation(self, token: int) -> None:
+        """No push with this token changes a byte after this has returned."""
+        self._datadist.cache_manager.close_reservation(token)
+
+    def start_push(
+        self,
+        plan: CachePlan,
+        synchronizer: Any,
+        peer_cluster_id: int,
+        token: int,
+        src_blocks: list[int],
+        dst_positions: list[int],
+    ) -> "PushTask":
+        """Send blocks layer by layer, each when ``synchronizer`` says that it is computed.
+
+        Raises:
+            TransferError: the transfer cannot even start.
+        """
+        layers = range(len(plan.regions))
+        key = self._api.BlocksCacheKey(peer_cluster_id, plan.model_id)
+        config = self._api.TransferWithCacheKeyConfig(key, layers, layers, token=token)
+        try:
+            task = self._datadist.cache_manager.transfer_cache_async(
+                self._caches[plan.model_id],
+                synchronizer,
+                [config],
+                src_blocks,
+                dst_positions,
+                tensor_num_per_layer=1,
+            )
+        except self._api.LLMException as error:
+            raise TransferError(
+                f"transfer_cache_async to cluster {peer_cluster_id:x} did not start: {error}"
+            ) from None
+        return PushTask(task)
+
     def close(self) -> None:
         """Give everything back; no transfer may run."""
         self._backend.stop()
@@ -158,6 +215,17 @@ class DataDistEngine:
             detail,
             self._backend.link_error(status, endpoint.cluster_id),
         )
+
+
+class PushTask:
+    """A push that was started."""
+
+    def __init__(self, task: Any) -> None:
+        self._task = task
+
+    def wait(self) -> str:
+        """Wait for its end; its status by name. Every layer has a timeout in the engine."""
+        return status_name(self._task.synchronize())
 
 
 def _joined(*parts: str) -> str:

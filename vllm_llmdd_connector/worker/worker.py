@@ -1,23 +1,25 @@
 """The worker-side connector: vLLM's hooks of one rank.
 
-The hooks run on the worker's main thread and never wait for a peer: pulls are queued for their
-peer's thread, and results are picked up once per step. P's worker has nothing to do in a step: its
+The hooks run on the worker's main thread and never wait for a peer: jobs are queued for their
+peer's thread, and results are picked up once per step. P's worker takes part in pushes only: its
 engine answers pulls by itself, its scheduler confirms them.
 """
 
 import threading
+import time
 from typing import TYPE_CHECKING, Any
 
 import zmq
 
 from vllm_llmdd_connector.config import ConnectorConfig
+from vllm_llmdd_connector.control.channel import Server
 from vllm_llmdd_connector.control.messages import WorkerEndpoint
 from vllm_llmdd_connector.ids import cluster_id, new_instance
 from vllm_llmdd_connector.layout.groups import Group, transfer_groups
 from vllm_llmdd_connector.layout.kv_layout import CachePlan, group_geometry, plan_caches
 from vllm_llmdd_connector.log import get_logger
 from vllm_llmdd_connector.metadata import (
-    PullJob,
+    Job,
     SentPrompt,
     StepMessage,
     WorkerHandshake,
@@ -28,7 +30,8 @@ from vllm_llmdd_connector.worker.backend import Fence, choose_backend
 from vllm_llmdd_connector.worker.completion import Completions, Drained
 from vllm_llmdd_connector.worker.digest import DigestLog
 from vllm_llmdd_connector.worker.engine import DataDistEngine
-from vllm_llmdd_connector.worker.pull import PeerThread, PullContext
+from vllm_llmdd_connector.worker.peer import PeerContext, PeerThread
+from vllm_llmdd_connector.worker.push import Pusher
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -67,7 +70,9 @@ class WorkerConnector:
         self._plans: list[CachePlan] = []
         self._engine: DataDistEngine | None = None
         self._handshake: WorkerHandshake | None = None
-        self._pull_context: PullContext | None = None
+        self._peer_context: PeerContext | None = None
+        self._pusher: Pusher | None = None
+        self._server: Server | None = None
         self._failed: dict[str, str] = {}
         self._failed_blocks: set[int] = set()
 
@@ -86,6 +91,8 @@ class WorkerConnector:
         self._engine = DataDistEngine(
             self._config, backend, own_cluster, self._plans, self._is_producer
         )
+        if self._is_producer and self._config.push and self._engine.can_push:
+            self._start_pusher(self._engine)
         self._handshake = WorkerHandshake(
             tp_rank=self._tp_rank,
             endpoint=self._endpoint(self._engine) if self._is_producer else None,
@@ -95,8 +102,9 @@ class WorkerConnector:
                 )
                 for group in self._groups
             ),
+            can_push=self._engine.can_push,
         )
-        self._pull_context = PullContext(
+        self._peer_context = PeerContext(
             config=self._config,
             engine=self._engine,
             plans=self._plans,
@@ -112,19 +120,36 @@ class WorkerConnector:
     def handshake(self) -> WorkerHandshake | None:
         return self._handshake
 
+    def apply_voids(self, step: StepMessage) -> None:
+        """Blocks that the step may overwrite are not to be sent any more; before anything else."""
+        if step.voids and self._pusher is not None:
+            self._pusher.void(step.voids)
+
     def bind(self, step: StepMessage) -> None:
         """Take over a step's orders; before its forward."""
         if step.is_empty:
             return
         for prompt in step.sent_prompts:
             self._digest(prompt)
-        for request_id in step.cancels:
-            self._completions.cancel(request_id)
-        if step.pulls:
+        if step.chunks and self._pusher is not None:
+            self._pusher.begin_step(step.chunks)
+        if step.jobs:
             assert self._engine is not None
             fence = self._engine.record_fence()
-            for job in step.pulls:
-                self._start_pull(job, fence)
+            for job in step.jobs:
+                self._start(job, fence)
+        for request_id, reason in step.cancels.items():
+            self._give_up(request_id, reason)
+
+    def layer_computed(self, layer_name: str) -> None:
+        """An attention layer has written its KV of this step."""
+        if self._pusher is not None:
+            self._pusher.layer_computed(layer_name)
+
+    def forward_ended(self) -> None:
+        """Every layer of this step is computed, also those that no hook reports."""
+        if self._pusher is not None:
+            self._pusher.end_step()
 
     def poll(self) -> Drained:
         """Requests to report as received or failed. Each is returned once."""
@@ -154,6 +179,10 @@ class WorkerConnector:
         """Stop all threads and give the memory registrations back; idempotent."""
         for peer in list(self._peers.values()):
             peer.close()
+        if self._server is not None:
+            self._server.close()
+        if self._pusher is not None:
+            self._pusher.close()
         if self._engine is not None:
             self._engine.close()
             self._engine = None
@@ -161,18 +190,40 @@ class WorkerConnector:
 
     def _endpoint(self, engine: DataDistEngine) -> WorkerEndpoint:
         return WorkerEndpoint(
-            cluster_id=engine.cluster_id, host=self._config.host, engine_port=engine.listen_port
+            cluster_id=engine.cluster_id,
+            host=self._config.host,
+            engine_port=engine.listen_port,
+            control_port=0 if self._server is None else self._server.port,
         )
 
-    def _start_pull(self, job: PullJob, fence: Fence | None) -> None:
+    def _start_pusher(self, engine: DataDistEngine) -> None:
+        block_sizes = [group.block_size for group in self._groups]
+        self._pusher = Pusher(engine, self._plans, block_sizes, time.monotonic, self._stats)
+        self._server = Server(
+            "llmdd-worker-control",
+            self._config.host,
+            0,
+            lambda: self._stats.count("junk_messages"),
+        )
+        self._server.start(self._pusher.handle)
+
+    def _give_up(self, request_id: str, reason: str) -> None:
+        if not reason:
+            self._completions.cancel(request_id)
+        with self._peers_lock:
+            peers = list(self._peers.values())
+        for peer in peers:
+            peer.give_up(request_id, reason or "aborted")
+
+    def _start(self, job: Job, fence: Fence | None) -> None:
         self._completions.expect(job.request_id, job.loaded_blocks)
-        assert self._pull_context is not None
+        assert self._peer_context is not None
         endpoint = job.workers[self._tp_rank]
         with self._peers_lock:
             peer = self._peers.get(endpoint.cluster_id)
             if peer is None or not peer.submit(job, fence):
                 peer = PeerThread(
-                    self._pull_context, endpoint, job.control_address, self._on_peer_end
+                    self._peer_context, endpoint, job.control_address, self._on_peer_end
                 )
                 self._peers[endpoint.cluster_id] = peer
                 peer.submit(job, fence)
@@ -188,7 +239,7 @@ class WorkerConnector:
         assert self._digests is not None
         for plan in self._plans:
             ids = prompt.block_ids[plan.group_index]
-            self._digests.write("send", prompt.request_id, prompt.request_id, plan, 0, ids)
+            self._digests.write("send", prompt.request_id, prompt.transfer_id, plan, 0, ids)
 
     def _log_registration(self, own_cluster: int) -> None:
         num_regions = sum(len(plan.regions) for plan in self._plans)

@@ -1,0 +1,50 @@
+"""The push flow between two real servers on SmolLM2: bytes by digest, results by logprobs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from conftest import wait_until
+from flow import Pair, assert_equal_digests, assert_same_generation, metrics
+from prompts import prompt_of
+
+BLOCK_SIZE = 128
+
+
+@pytest.fixture(scope="module")
+def pair(start_pair: Callable[..., Pair], model: Path) -> Pair:
+    return start_pair(
+        model,
+        arguments=("--dtype", "float32", "--max-model-len", "4096"),
+        prefill_arguments=("--max-num-batched-tokens", "256"),
+    )
+
+
+def check_push(pair: Pair, num_tokens: int, seed: int, num_blocks: int, **delays: float) -> None:
+    """One prompt by push; compare digests and generation with a single server."""
+    body = {"prompt": prompt_of(num_tokens, seed), "max_tokens": 6, "logprobs": 2}
+    transfer_id = f"transfer-{num_tokens}-{seed}"
+    assert pair.control_port
+    before = pair.prefill_metrics()
+    got = pair.push(transfer_id, **delays, **body)
+    assert_same_generation(pair.reference(**body), got)
+    assert_equal_digests(pair.digest_dir, transfer_id, num_blocks)
+    after = pair.prefill_metrics()
+    assert after["sent_requests"] == before["sent_requests"] + 1, "P pushed it"
+    wait_until(
+        lambda: pair.prefill_metrics()["leases_released"] == before["leases_released"] + 1,
+        "P's lease ends",
+    )
+
+
+@pytest.mark.parametrize("num_tokens", [5, 127, 129, 255, 257, 383, 2100])
+def test_prompt_of_any_length_arrives_whole(pair: Pair, num_tokens: int) -> None:
+    check_push(pair, num_tokens, num_tokens, -(-(num_tokens - 1) // BLOCK_SIZE))
+
+
+def test_nothing_failed(pair: Pair) -> None:
+    for server in (pair.prefill_server, pair.decode_server):
+        failures = {k: v for k, v in metrics(server).items() if k.startswith("failures") and v}
+        assert not failures

@@ -1,0 +1,126 @@
+"""What each engine step computes of the prompts that a D may have pushed to it. Pure.
+
+Follows the block tables of P's handed-over requests through vLLM's step outputs, because the
+workers have to know the blocks of a step before it runs, in which the scheduler side cannot be
+asked. Costs nothing while there are no such requests.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from vllm_llmdd_connector.metadata import PrefillChunk
+from vllm_llmdd_connector.scheduler.block_map import prompt_blocks
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+
+BlockIds = Sequence[Sequence[int]]
+
+
+@dataclass(slots=True)
+class Prefill:
+    """One request while it is followed."""
+
+    request_id: str
+    transfer_id: str
+    num_tokens: int
+    production: int = 0
+    """0 until it is first scheduled, and after a preemption until it is resumed."""
+    block_ids: list[list[int]] = field(default_factory=list)
+    num_told: list[int] = field(default_factory=list)
+    """Blocks per group that the workers know."""
+    is_computed: bool = False
+    """The last chunk has been scheduled."""
+
+    def prompt_block_ids(self, block_sizes: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+        return prompt_blocks(self.block_ids, block_sizes, self.num_tokens)
+
+
+@dataclass(slots=True)
+class StepPrefills:
+    """What one step means for the followed requests."""
+
+    chunks: list[PrefillChunk] = field(default_factory=list)
+    completed: list[Prefill] = field(default_factory=list)
+    """Their last prompt token is computed by this step."""
+    voided: list[tuple[Prefill, int]] = field(default_factory=list)
+    """Preempted, with the production that is lost."""
+
+
+class PrefillSteps:
+    """All followed requests of one engine."""
+
+    def __init__(
+        self, block_sizes: Sequence[int], select_groups: Callable[[BlockIds], BlockIds]
+    ) -> None:
+        self._block_sizes = tuple(block_sizes)
+        self._select_groups = select_groups
+        self._prefills: dict[str, Prefill] = {}
+
+    def follow(self, request_id: str, transfer_id: str, num_tokens: int) -> None:
+        """From before the request is first scheduled until ``forget``."""
+        self._prefills[request_id] = Prefill(request_id, transfer_id, num_tokens)
+
+    def forget(self, request_id: str) -> Prefill | None:
+        return self._prefills.pop(request_id, None)
+
+    def observe(
+        self, output: "SchedulerOutput", new_production: Callable[[], int]
+    ) -> StepPrefills | None:
+        """Take in one step; None if it has nothing to do with these requests."""
+        if not self._prefills:
+            return None
+        step = StepPrefills()
+        for request_id in output.preempted_req_ids or ():
+            prefill = self._prefills.get(request_id)
+            if prefill is not None and prefill.production:
+                step.voided.append((prefill, prefill.production))
+                prefill.production = 0
+                prefill.is_computed = False
+        for prefill, block_ids, num_computed in self._scheduled(output):
+            if not prefill.production:
+                prefill.production = new_production()
+                prefill.block_ids = [[] for _ in self._block_sizes]
+                prefill.num_told = [0] * len(self._block_sizes)
+            for ids, new in zip(prefill.block_ids, block_ids, strict=True):
+                ids.extend(new)
+            if not prefill.is_computed:
+                end = num_computed + output.num_scheduled_tokens[prefill.request_id]
+                self._advance(prefill, min(end, prefill.num_tokens), step)
+        return step
+
+    def _scheduled(self, output: "SchedulerOutput") -> Iterator[tuple[Prefill, BlockIds, int]]:
+        """The followed requests of the step, with the blocks that are new and the tokens before
+        it."""
+        for new in output.scheduled_new_reqs:
+            prefill = self._prefills.get(new.req_id)
+            if prefill is not None:
+                yield prefill, self._select_groups(new.block_ids), new.num_computed_tokens
+        cached = output.scheduled_cached_reqs
+        for index, request_id in enumerate(cached.req_ids):
+            prefill = self._prefills.get(request_id)
+            if prefill is not None and not prefill.is_computed:
+                block_ids = cached.new_block_ids[index]
+                selected: BlockIds = [[] for _ in self._block_sizes]
+                if block_ids is not None:
+                    selected = self._select_groups(block_ids)
+                yield prefill, selected, cached.num_computed_tokens[index]
+
+    def _advance(self, prefill: Prefill, end_token: int, step: StepPrefills) -> None:
+        known = prefill.prompt_block_ids(self._block_sizes)
+        step.chunks.append(
+            PrefillChunk(
+                transfer_id=prefill.transfer_id,
+                production=prefill.production,
+                num_tokens=prefill.num_tokens,
+                block_ids=tuple(
+                    ids[told:] for ids, told in zip(known, prefill.num_told, strict=True)
+                ),
+                end_token=end_token,
+            )
+        )
+        prefill.num_told = [len(ids) for ids in known]
+        if end_token >= prefill.num_tokens:
+            prefill.is_computed = True
+            step.completed.append(prefill)
