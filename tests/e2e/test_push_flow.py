@@ -33,10 +33,14 @@ def check_push(pair: Pair, num_tokens: int, seed: int, num_blocks: int, **delays
     assert_equal_digests(pair.digest_dir, transfer_id, num_blocks)
     after = pair.prefill_metrics()
     assert after["sent_requests"] == before["sent_requests"] + 1, "P pushed it"
-    wait_until(
-        lambda: pair.prefill_metrics()["leases_released"] == before["leases_released"] + 1,
-        "P's lease ends",
-    )
+    wait_until(lambda: num_open_leases(pair) == 0, "P holds nothing any more")
+    assert pair.prefill_metrics()["leases_expired"] == 0
+
+
+def num_open_leases(pair: Pair) -> float:
+    seen = pair.prefill_metrics()
+    ended = sum(seen[f"leases_{end}"] for end in ("released", "expired", "voided"))
+    return seen["leases_opened"] - ended
 
 
 @pytest.mark.parametrize("num_tokens", [5, 127, 129, 255, 257, 383, 2100])
