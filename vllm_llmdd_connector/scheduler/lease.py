@@ -97,11 +97,11 @@ class LeaseTable:
         block_ids: Sequence[Sequence[int]],
         held_blocks: tuple[int, ...],
         now_s: float,
-        production: int | None = None,
+        production: int = 0,
     ) -> Lease:
-        """Hold a prompt's blocks from now on; ``production`` if it was named before."""
+        """Hold a prompt's blocks from now on; ``production`` if it was numbered before."""
         lease = Lease(
-            production=self.new_production() if production is None else production,
+            production=production or self.new_production(),
             request_id=request_id,
             secret=secret,
             prompt_hash=prompt_hash,

@@ -185,9 +185,15 @@ class Producer:
             sent = SentPrompt(request.request_id, prefill.transfer_id, blocks)
             self._sent_prompts.append(sent)
         if prefill is not None and self._was_fetched(prefill):
+            self._voids.append(prefill.production)
             return False, None
-        lease = self._lease_of(request.request_id, prompt_id, blocks)
+        production = prefill.production if prefill is not None else 0
+        if not any(block != NULL_BLOCK for ids in blocks for block in ids):
+            return False, None
+        lease = self._lease_of(request.request_id, prompt_id, blocks, production)
         if lease is None:
+            if production:
+                self._voids.append(production)
             return False, None
         return False, self._params(lease, request.num_prompt_tokens)
 
@@ -196,13 +202,20 @@ class Producer:
         request."""
         return prefill.is_computed and self.handovers.of_request(prefill.request_id) is None
 
-    def _lease_of(self, request_id: str, prompt_id: str, blocks: BlockTable) -> Lease | None:
-        """The lease of a computed prompt: the one it has already, or a new one."""
+    def _lease_of(
+        self, request_id: str, prompt_id: str, blocks: BlockTable, production: int
+    ) -> Lease | None:
+        """The lease of a computed prompt: the one it has already, or a new one.
+
+        ``production``: what the workers know the prompt by, 0 if they do not.
+        """
         with self.lock:
             handover = self.handovers.of_request(request_id)
             lease = handover.lease if handover is not None else None
             if lease is None and (handover is None or not handover.was_dropped):
-                lease = self._open_lease(request_id, prompt_id, blocks, handover, None)
+                lease = self._open_lease(request_id, prompt_id, blocks, handover, production)
+                if lease is None:
+                    self._log_over_cap(request_id)
             if handover is None or lease is None:
                 if handover is not None:
                     self.handovers.end(handover, "the prefill server does not hold the blocks")
@@ -223,25 +236,18 @@ class Producer:
         prompt_id: str,
         blocks: BlockTable,
         handover: Handover | None,
-        production: int | None,
+        production: int,
     ) -> Lease | None:
-        """Hold the blocks, unless leases hold too many already; called with the lock."""
+        """Hold the blocks, unless leases hold too many already; called with the lock.
+
+        ``production`` as for ``_lease_of``.
+        """
         held_blocks = tuple(dict.fromkeys(chain.from_iterable(blocks)))
         held_blocks = tuple(block for block in held_blocks if block != NULL_BLOCK)
-        if not held_blocks:
-            return None
-        held = self.leases.num_held_blocks
-        needed = held + self.leases.num_not_held(held_blocks)
+        needed = self.leases.num_held_blocks + self.leases.num_not_held(held_blocks)
+        # A D that has blocks takes these as fast as it can.
         is_reserved = handover is not None and handover.is_reserved
         if len(self.leases) and needed > self._max_held_blocks and not is_reserved:
-            self._stats.count("leases_over_cap")
-            logger.warning(
-                "request %s: not handed over, leases hold %d blocks and may hold %d; D prefills it "
-                "itself (raise max_leased_fraction, or look why D does not fetch)",
-                request_id,
-                held,
-                self._max_held_blocks,
-            )
             return None
         now_s = self._clock()
         secret = new_secret() if handover is None else handover.transfer_id
@@ -258,6 +264,16 @@ class Producer:
             self._sent_prompts.append(SentPrompt(request_id, request_id, blocks))
         self._stats.count("leases_opened")
         return lease
+
+    def _log_over_cap(self, request_id: str) -> None:
+        self._stats.count("leases_over_cap")
+        logger.warning(
+            "request %s: not handed over, leases hold %d blocks and may hold %d; D prefills it "
+            "itself (raise max_leased_fraction, or look why D does not fetch)",
+            request_id,
+            self.leases.num_held_blocks,
+            self._max_held_blocks,
+        )
 
     def _params(self, lease: Lease, num_tokens: int) -> dict[str, Any]:
         ticket = Ticket(
