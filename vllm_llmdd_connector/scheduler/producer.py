@@ -181,26 +181,29 @@ class Producer:
         blocks = prompt_blocks(
             self._transferred(block_ids), self._block_sizes, request.num_prompt_tokens
         )
-        if prefill is not None and self._config.kv_digest:
-            sent = SentPrompt(request.request_id, prefill.transfer_id, blocks)
-            self._sent_prompts.append(sent)
-        if prefill is not None and self._was_fetched(prefill):
-            self._voids.append(prefill.production)
-            return False, None
-        production = prefill.production if prefill is not None else 0
         if not any(block != NULL_BLOCK for ids in blocks for block in ids):
             return False, None
-        lease = self._lease_of(request.request_id, prompt_id, blocks, production)
-        if lease is None:
-            if production:
-                self._voids.append(production)
-            return False, None
-        return False, self._params(lease, request.num_prompt_tokens)
+        lease = None
+        if prefill is None or not self._was_fetched(prefill):
+            production = prefill.production if prefill is not None else 0
+            lease = self._lease_of(request.request_id, prompt_id, blocks, production)
+        if prefill is not None:
+            self._after_prefill(prefill, lease)
+        return False, lease and self._params(lease, request.num_prompt_tokens)
 
     def _was_fetched(self, prefill: Prefill) -> bool:
         """Whether D has everything already, and the lease has ended, before vLLM ends the
         request."""
         return prefill.is_computed and self.handovers.of_request(prefill.request_id) is None
+
+    def _after_prefill(self, prefill: Prefill, lease: Lease | None) -> None:
+        """vLLM has ended a request whose computation the workers know."""
+        if lease is None and prefill.production:
+            self._voids.append(prefill.production)
+        if self._config.kv_digest:
+            blocks = self._followed_blocks(prefill)
+            sent = SentPrompt(prefill.request_id, prefill.transfer_id, blocks)
+            self._sent_prompts.append(sent)
 
     def _lease_of(
         self, request_id: str, prompt_id: str, blocks: BlockTable, production: int
@@ -367,21 +370,22 @@ class Producer:
             handover = self.handovers.of_request(prefill.request_id)
             if handover is None or handover.was_dropped:
                 return
-            blocks = tuple(
-                self._in_window(group, ids, prefill.num_tokens)
-                for group, ids in zip(
-                    self._groups, prefill.prompt_block_ids(self._block_sizes), strict=True
-                )
-            )
+            blocks = self._followed_blocks(prefill)
             self._open_lease(
                 prefill.request_id, handover.prompt_hash, blocks, handover, prefill.production
             )
 
-    @staticmethod
-    def _in_window(group: Group, ids: tuple[int, ...], num_tokens: int) -> tuple[int, ...]:
-        """vLLM frees a window's earlier blocks while the prompt is computed."""
-        first = group.first_block_needed(num_tokens)
-        return (NULL_BLOCK,) * min(first, len(ids)) + ids[first:]
+    def _followed_blocks(self, prefill: Prefill) -> BlockTable:
+        """The prompt's blocks that computing its last token reads.
+
+        vLLM frees a window's earlier blocks while the prompt is computed.
+        """
+        tables = []
+        known = prefill.prompt_block_ids(self._block_sizes)
+        for group, ids in zip(self._groups, known, strict=True):
+            first = min(group.first_block_needed(prefill.num_tokens), len(ids))
+            tables.append((NULL_BLOCK,) * first + ids[first:])
+        return tuple(tables)
 
     def _log_end(self, lease: Lease) -> None:
         assert lease.end is not None
