@@ -189,7 +189,7 @@ class Producer:
             lease = self._lease_of(request.request_id, prompt_id, blocks, production)
         if prefill is not None:
             self._after_prefill(prefill, lease)
-        return False, lease and self._params(lease, request.num_prompt_tokens)
+        return False, None if lease is None else self._params(lease, request.num_prompt_tokens)
 
     def _was_fetched(self, prefill: Prefill) -> bool:
         """Whether D has everything already, and the lease has ended, before vLLM ends the
