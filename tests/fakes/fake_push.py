@@ -127,6 +127,10 @@ class FakeSynchronizer:
         self._num_layers = num_layers
         self.step = _Step(num_layers)
 
+    @property
+    def marked(self) -> list[bool]:
+        return list(self.step.marks)
+
     def mark(self, layer_index: int) -> None:
         self.step.mark(layer_index)
 
@@ -219,6 +223,8 @@ class PushSide:
         return token
 
     def close_reservation(self, token: int) -> None:
+        if self._ending.is_set():
+            self._pushes_to.violations.append(f"{self.cluster_id:x}: reservation after finalize")
         reservation = self._pushes_to.reservations[token]
         with reservation.lock:
             reservation.is_open = False
