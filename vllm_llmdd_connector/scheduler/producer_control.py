@@ -164,11 +164,28 @@ class ProducerControl:
         self._producer.leases.drop(production, message.secret, message.claim_id)
 
     def _released(self, message: Release) -> Message:
-        leases, handovers = self._producer.leases, self._producer.handovers
+        leases = self._producer.leases
         is_held = leases.release(
             message.production, message.secret, message.claim_id, message.rank
-        ) or handovers.release(message.secret, message.claim_id, message.rank, leases.num_ranks)
+        ) or self._released_by_push(message)
         return ReleaseAck(claim_id=message.claim_id, production=message.production, valid=is_held)
+
+    def _released_by_push(self, message: Release) -> bool:
+        """A rank was sent all it wants before there was a lease, or before a preemption.
+
+        It will not ask for the next computation, so a lease of that does not wait for it.
+        """
+        leases = self._producer.leases
+        handover = self._producer.handovers.release(
+            message.secret, message.claim_id, message.rank, leases.num_ranks
+        )
+        if handover is None:
+            return False
+        if handover.lease is None:
+            return True
+        return leases.release(
+            handover.lease.production, message.secret, message.claim_id, message.rank
+        )
 
 
 def _grant(claim_id: int, lease: Lease) -> Grant:
