@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from fakes.clock import FakeClock
+from fakes.clock import FakeClock, wait_for
 from fakes.fake_datadist import FakeDataDist
 from fakes.fake_push import PushFaults
 from harness import Engine, Result, run_until
@@ -120,9 +120,16 @@ class Pair:
         return request_id
 
     def step_d_until_reserved(self, transfer_id: str) -> None:
-        """Step D until all of P's ranks know that D has blocks for a transfer."""
+        """Step D until all of P's ranks know of D's blocks for a transfer."""
         pushers = self.pushers()
         self.d.run_until(lambda: all(_is_reserved(pusher, transfer_id) for pusher in pushers))
+
+    def wait_for_copies(self, transfer_id: str, count: int) -> None:
+        """Until so many layers, over chunks and caches, have arrived, without a step."""
+        wait_for(
+            lambda: self.journal.num_copies(transfer_id) >= count,
+            f"{count} layers of {transfer_id}",
+        )
 
     @property
     def handovers(self) -> Any:
@@ -181,7 +188,7 @@ def _is_reserved(pusher: Any, transfer_id: str) -> bool:
         prefill = pusher._plan._by_transfer.get(transfer_id)
         known = prefill.reservations if prefill is not None else {}
         parked = pusher._plan._parked.get(transfer_id, {})
-    return any(not r.is_over for r in [*known.values(), *parked.values()])
+    return bool(known or parked)
 
 
 def cluster_of(engine: Engine, rank: int = 0) -> int:

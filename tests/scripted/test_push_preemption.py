@@ -8,7 +8,10 @@ import pytest
 from fakes.clock import wait_for
 from pairs import MakePair, Pair, counts, prompt_of
 
+from vllm_llmdd_connector.control.messages import Message, Release
+from vllm_llmdd_connector.errors import RemoteProtocolError
 from vllm_llmdd_connector.scheduler.lease import LeaseTable
+from vllm_llmdd_connector.scheduler.producer_control import ProducerControl
 
 FIRST = "transfer-1"
 
@@ -105,6 +108,31 @@ class TestPreemptedAtP:
         assert len(pair.journal.dones) == 2
         assert len(pair.journal.voids) == 1
         pair.finish()
+        assert counts(pair.p).get("leases_expired", 0) == 0
+
+    @pytest.mark.parametrize("num_steps", [1, 5])
+    def test_a_release_that_comes_after_the_preemption(
+        self, make_pair: MakePair, monkeypatch: pytest.MonkeyPatch, num_steps: int
+    ) -> None:
+        """D was done with the lost computation; the lease of the next one must not wait for it."""
+        released, is_deaf = ProducerControl._released, [True]
+
+        def hear(control: ProducerControl, message: Release) -> Message:
+            if is_deaf:
+                raise RemoteProtocolError("not heard")
+            return released(control, message)
+
+        monkeypatch.setattr(ProducerControl, "_released", hear)
+        pair = make_pair(p={"max_num_batched_tokens": 64, "pipeline_depth": 2})
+        prompt, at_p, request_id = start(pair, 100)
+        pair.p.step()
+        assert pair.is_right(prompt, pair.d.run(request_id)[0])
+        pair.p.preempt(at_p)
+        for _ in range(num_steps):
+            pair.p.step()
+        is_deaf.clear()
+        pair.finish()
+        assert len(pair.journal.reserves) == 1
         assert counts(pair.p).get("leases_expired", 0) == 0
 
     def test_the_pool_runs_out_while_prompts_are_pushed(self, make_pair: MakePair) -> None:
