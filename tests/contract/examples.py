@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, settings
 Test = TypeVar("Test", bound=Callable[..., object])
 
 # New examples at every run, so that many runs see more than one; a failure prints the decorator
-# that repeats it. `make fuzz` multiplies their number.
+# that repeats it. `make fuzz` multiplies their number, and sanitizers lower it.
 settings.register_profile(
     "ci",
     deadline=None,
@@ -19,8 +19,11 @@ settings.register_profile(
     print_blob=True,
     suppress_health_check=[HealthCheck.too_slow],
 )
-_FACTOR = int(os.environ.get("LLMDD_EXAMPLES_FACTOR", "1"))
+_FACTOR = float(os.environ.get("LLMDD_EXAMPLES_FACTOR", "1"))
+
+
+CI = settings.get_profile("ci")
 
 
 def examples(count: int) -> settings:
-    return settings(settings.get_profile("ci"), max_examples=count * _FACTOR)
+    return settings(CI, max_examples=max(1, int(count * _FACTOR)))

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import Phase, given, settings
 
 from contract.cluster import Cluster
-from contract.examples import examples
+from contract.examples import CI
 from contract.peer import Peer
 from contract.reference import run as model_run
 from contract.reference.programs import programs
@@ -23,7 +23,8 @@ Engine = Callable[[Run, Call], str]
 POOL = f'{{"memory_size": {POOL_PAGES * PAGE}, "page_shift": 12}}'
 # Nothing is shrunk or kept for later: the failure is wanted.
 WANTED = settings(
-    examples(2000),
+    CI,
+    max_examples=2000,
     phases=[Phase.generate],
     database=None,
     print_blob=False,
