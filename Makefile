@@ -53,7 +53,7 @@ format: ## rewrite the sources in the project's format
 	$(BIN)/ruff format $(PYTHON_SOURCES)
 	@[ -z "$(NATIVE_SOURCES)" ] || $(BIN)/clang-format -i $(NATIVE_SOURCES)
 
-asan: ## the native tests under AddressSanitizer and UBSan (3 min)
+asan: ## mutated inputs, then the native tests, under AddressSanitizer and UBSan (4 min)
 	@$(SETUP) env project
 	@PATH="$(CURDIR)/$(BIN):$$PATH" $(CURDIR)/$(BIN)/python tests/native/run_sanitized.py
 
