@@ -24,6 +24,7 @@ from contract.reference.world import (
     World,
     check_layers,
     every_layer,
+    select,
     select_both,
 )
 
@@ -51,6 +52,8 @@ def _check_both(
         every if layers.dst is None else layers.dst,
         layers.per_layer,
     )
+    wrong.when(len(both.src or ()) != len(both.dst or ()), INVALID)
+    select(both.src, desc.tensors, layers.per_layer, wrong)
     if target is None:
         return range(0), range(0)
     wrong.when(not target.desc.is_accessible, INVALID)
