@@ -181,8 +181,6 @@ class Producer:
         blocks = prompt_blocks(
             self._transferred(block_ids), self._block_sizes, request.num_prompt_tokens
         )
-        if not any(block != NULL_BLOCK for ids in blocks for block in ids):
-            return False, None
         lease = None
         if prefill is None or not self._was_fetched(prefill):
             production = prefill.production if prefill is not None else 0
@@ -215,7 +213,8 @@ class Producer:
         with self.lock:
             handover = self.handovers.of_request(request_id)
             lease = handover.lease if handover is not None else None
-            if lease is None and (handover is None or not handover.was_dropped):
+            is_wanted = handover is None or not handover.was_dropped
+            if lease is None and is_wanted and _has_blocks(blocks):
                 lease = self._open_lease(request_id, prompt_id, blocks, handover, production)
                 if lease is None:
                     self._log_over_cap(request_id)
@@ -400,3 +399,8 @@ class Producer:
                 self._config.host,
                 self._control_port,
             )
+
+
+def _has_blocks(table: BlockTable) -> bool:
+    """Whether anything is left of a prompt in vLLM's table; a long answer moves windows past it."""
+    return any(block != NULL_BLOCK for ids in table for block in ids)
