@@ -211,6 +211,28 @@ class TestCap:
         # Under the number that the workers know.
         assert read_ticket(params).production == 2
 
+    @pytest.mark.parametrize("is_dropped", [False, True])
+    def test_windowed_prompt_without_a_lease_is_given_up_at_once(
+        self, clock: FakeClock, is_dropped: bool
+    ) -> None:
+        """vLLM uses again what the window leaves while P goes on generating: a D that reserved then
+        was sent other requests' blocks."""
+        window = Group(0, "SlidingWindowSpec", 16, ("layer0",), window=16)
+        meeting = Meeting(
+            clock, groups=(window,), max_leased_fraction=0.02, unreserved_fraction=1.0
+        )
+        meeting.schedule(meeting.arrive("q", "u"), 40, (7, 8, 9))
+        meeting.announce()
+        request = meeting.arrive()
+        meeting.schedule(request, 20)
+        if is_dropped:
+            meeting.drop()
+        step = meeting.go_on(request, 20, 40)
+        assert (step.voids, step.chunks) == ([2], [])
+        assert meeting.kinds() == [Queued, Admitted, Gone][: 2 if is_dropped else 3]
+        assert meeting.finish(request) is None
+        assert meeting.num_handovers == 1
+
 
 class TestGate:
     def test_prompt_waits_while_others_without_a_d_have_their_share(self, clock: FakeClock) -> None:
@@ -325,6 +347,25 @@ class TestEnds:
         assert meeting.p.message().voids == []
         meeting.drop(2)
         assert meeting.p.message().voids == [1]
+
+    def test_production_that_ends_with_its_last_step_is_not_begun_again(
+        self, meeting: Meeting, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """D's release came between the lease's start and the step's end: the workers forgot the
+        production, and began it anew with the last chunk, for ever and with the wrong blocks."""
+        meeting.announce(has_blocks=True)
+        request = meeting.arrive()
+        meeting.schedule(request, 20)
+        free_ended = meeting.p.producer.free_ended
+
+        def release_then_free() -> None:
+            assert meeting.release()
+            free_ended()
+
+        monkeypatch.setattr(meeting.p.producer, "free_ended", release_then_free)
+        step = meeting.go_on(request, 20, 40)
+        monkeypatch.undo()
+        assert (step.voids, step.chunks) == ([1], [])
 
 
 class TestDigest:

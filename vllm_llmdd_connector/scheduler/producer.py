@@ -46,6 +46,8 @@ logger = get_logger(__name__)
 
 _HANDED_OVER = frozenset({"FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED"})
 
+_NOT_HELD = "the prefill server does not hold the blocks"
+
 BlockTable = tuple[tuple[int, ...], ...]
 
 
@@ -220,7 +222,7 @@ class Producer:
                     self._log_over_cap(request_id)
             if handover is None or lease is None:
                 if handover is not None:
-                    self.handovers.end(handover, "the prefill server does not hold the blocks")
+                    self.handovers.end(handover, _NOT_HELD)
                 return lease
             for suitor in self.handovers.computed(handover, lease):
                 grant = Grant(
@@ -351,6 +353,8 @@ class Producer:
         self.free_ended()
         if self._voids:
             step.voids, self._voids = self._voids, []
+            # The workers apply them first, and would begin such a production anew.
+            step.chunks = [c for c in step.chunks if c.production not in step.voids]
         if self._sent_prompts:
             step.sent_prompts, self._sent_prompts = self._sent_prompts, []
 
@@ -367,12 +371,18 @@ class Producer:
         """The step computes the prompt's last token: from here on a lease holds its blocks."""
         with self.lock:
             handover = self.handovers.of_request(prefill.request_id)
-            if handover is None or handover.was_dropped:
+            if handover is None:
                 return
-            blocks = self._followed_blocks(prefill)
-            self._open_lease(
-                prefill.request_id, handover.prompt_hash, blocks, handover, prefill.production
-            )
+            if not handover.was_dropped:
+                blocks, prompt_id = self._followed_blocks(prefill), handover.prompt_hash
+                if self._open_lease(
+                    prefill.request_id, prompt_id, blocks, handover, prefill.production
+                ):
+                    return
+            if any(group.window or group.chunk for group in self._groups):
+                # vLLM uses again what a window leaves, while the workers could still send it.
+                self.handovers.end(handover, _NOT_HELD)
+                self._voids.append(prefill.production)
 
     def _followed_blocks(self, prefill: Prefill) -> BlockTable:
         """The prompt's blocks that computing its last token reads.
