@@ -117,8 +117,18 @@ def compute(case: Case) -> None:
         zlib.crc32(block)
 
 
-def prefill(side: Side, pusher: Pusher, shape: Shape, case: Case) -> tuple[float, float]:
-    """Compute a prompt step by step with the connector's hooks; begin and end."""
+@dataclass(frozen=True)
+class Prefilled:
+    """What P saw of one prompt; times of the monotonic clock, which both processes share."""
+
+    begin_s: float
+    end_s: float
+    hooks_us: list[float]
+
+
+def prefill(pusher: Pusher, shape: Shape, case: Case) -> Prefilled:
+    """Compute a prompt step by step with the connector's hooks."""
+    hooks_us = []
     begin = time.monotonic()
     done = 0
     while done < case.tokens:
@@ -130,10 +140,12 @@ def prefill(side: Side, pusher: Pusher, shape: Shape, case: Case) -> tuple[float
             pusher.begin_step([chunk])
         for layer in range(shape.layers):
             compute(case)
-            pusher.layer_computed(str(layer))
+            name, start_ns = str(layer), time.perf_counter_ns()
+            pusher.layer_computed(name)
+            hooks_us.append((time.perf_counter_ns() - start_ns) / 1000)
         pusher.end_step()
         done = end
-    return begin, time.monotonic()
+    return Prefilled(begin, time.monotonic(), hooks_us)
 
 
 def serve(pipe: Connection) -> None:
@@ -148,7 +160,7 @@ def serve(pipe: Connection) -> None:
     pipe.send((side.engine.listen_port, worker.port, scheduler.port))
     while (case := pipe.recv()) is not None:
         pusher.void([case.number - 1])  # D has reported it
-        pipe.send(prefill(side, pusher, shape, case))
+        pipe.send(prefill(pusher, shape, case))
     for server in (worker, scheduler):
         server.close()
     pusher.close()
@@ -234,19 +246,29 @@ class Decoder:
         return PullJob(production=1, secret="s", groups=[group], **common)  # type: ignore[arg-type]
 
 
-def run(case: Case, pipe: Connection, decoder: Decoder) -> tuple[float, float]:
-    """Exposed and total milliseconds of one request."""
+@dataclass(frozen=True)
+class Sample:
+    """One request."""
+
+    exposed_ms: float
+    total_ms: float
+    hooks_us: list[float]
+
+
+def run(case: Case, pipe: Connection, decoder: Decoder) -> Sample:
+    """One request from the first layer to D's report."""
     reported: list[float] = []
     waiter = threading.Thread(target=lambda: reported.append(decoder.wait()))
     waiter.start()
     if case.arm == "push":
         decoder.submit(case)
     pipe.send(case)
-    begin, end = pipe.recv()
+    prefilled: Prefilled = pipe.recv()
     if case.arm == "pull":
         decoder.submit(case)
     waiter.join()
-    return (reported[0] - end) * 1000, (reported[0] - begin) * 1000
+    exposed_s, total_s = reported[0] - prefilled.end_s, reported[0] - prefilled.begin_s
+    return Sample(exposed_s * 1000, total_s * 1000, prefilled.hooks_us)
 
 
 def bound_ms(shape: Shape, case: Case, layer_transfer_ms: float, transfer_ms: float) -> float:
@@ -288,7 +310,7 @@ def main(arguments: list[str]) -> None:
     options = parse(arguments)
     report = Report()
     shape = Shape(options.layers, options.token_bytes, max(options.tokens), options.chunk_tokens)
-    samples: dict[tuple[float, int, str], list[tuple[float, float]]] = {}
+    samples: dict[tuple[float, int, str], list[Sample]] = {}
     kinds: dict[tuple[float, int, str], Case] = {}
     with peer(shape) as (pipe, ports):
         decoder = Decoder(shape, ports)
@@ -306,8 +328,9 @@ def main(arguments: list[str]) -> None:
         layer_bytes = min(tokens, shape.chunk_tokens) * shape.token_bytes
         layer_ms = 1000 * layer_bytes / rate
         transfer_ms = 1000 * tokens * shape.token_bytes * shape.layers / rate
-        exposed = quantiles([exposed for exposed, _ in times])
-        total = quantiles([total for _, total in times])
+        exposed = quantiles([sample.exposed_ms for sample in times])
+        total = quantiles([sample.total_ms for sample in times])
+        hooks = quantiles([hook for sample in times for hook in sample.hooks_us])
         bound = bound_ms(shape, case, layer_ms, transfer_ms)
         report.line(
             BENCH,
@@ -322,12 +345,22 @@ def main(arguments: list[str]) -> None:
             bound_ms=round(bound, 3),
             exposed_ms=exposed,
             total_ms=total,
+            hook_us=hooks,
         )
         name = f"{rate / 1e9:g} GB/s {tokens} {arm}"
         shown = round(layer_ms, 2), exposed["p50"], exposed["p99"], total["p50"], round(bound, 2)
-        rows.append([name, *shown])
+        rows.append([name, *shown, hooks["p50"], hooks["p99"]])
     report.progress("")
-    header = ["rate, tokens, arm", "layer ms", "exposed p50", "p99", "total p50", "bound"]
+    header = [
+        "rate, tokens, arm",
+        "layer ms",
+        "exposed p50",
+        "p99",
+        "total p50",
+        "bound",
+        "hook us",
+        "p99",
+    ]
     report.table(header, rows)
 
 
