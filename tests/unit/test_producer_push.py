@@ -230,6 +230,7 @@ class TestCap:
         step = meeting.go_on(request, 20, 40)
         assert (step.voids, step.chunks) == ([2], [])
         assert meeting.kinds() == [Queued, Admitted, Gone][: 2 if is_dropped else 3]
+        assert meeting.p.counts().get("leases_over_cap", 0) == (0 if is_dropped else 1)
         assert meeting.finish(request) is None
         assert meeting.num_handovers == 1
 

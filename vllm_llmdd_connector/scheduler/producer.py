@@ -381,6 +381,8 @@ class Producer:
                     return
             if any(group.window or group.chunk for group in self._groups):
                 # vLLM uses again what a window leaves, while the workers could still send it.
+                if not handover.was_dropped:
+                    self._log_over_cap(prefill.request_id)
                 self.handovers.end(handover, _NOT_HELD)
                 self._voids.append(prefill.production)
 
