@@ -149,7 +149,8 @@ class TestFailure:
         names = [puller.submit_receive(number) for number in (1, 2)]
         for _ in names:
             worker.next(Reserve)
-        {"worker": worker, "scheduler": scheduler}[who].close()
+        lost: WorkerPeer | ReleasePeer = worker if who == "worker" else scheduler
+        lost.close()
         puller.wait_reported(*names)
         assert set(puller.failed) == set(names)
         wait_for(lambda: puller.ended, "the thread's end")

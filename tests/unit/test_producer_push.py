@@ -324,6 +324,33 @@ class TestEnds:
         assert meeting.finish(request, blocks=(7, 8, 9)) is None
         assert meeting.num_handovers == 0
 
+    def test_d_that_has_everything_does_not_hold_the_next_production(
+        self, meeting: Meeting
+    ) -> None:
+        """It was attached again to the lease of a resumed prompt, which then had to expire."""
+        meeting.announce(1, has_blocks=True)
+        meeting.announce(2, has_blocks=True)
+        request = meeting.arrive()
+        meeting.schedule(request)
+        assert meeting.release(1)
+        meeting.preempt(request)
+        meeting.schedule(request, 40, (7, 8, 9))
+        assert meeting.release(2, production=2)
+        assert meeting.p.message().voids == [2]
+
+    def test_preemption_right_after_the_last_release_needs_no_further_lease(
+        self, meeting: Meeting
+    ) -> None:
+        meeting.announce(has_blocks=True)
+        request = meeting.arrive()
+        meeting.schedule(request)
+        assert meeting.release()
+        meeting.preempt(request)
+        meeting.schedule(request, 40, (7, 8, 9))
+        assert meeting.p.producer.num_leases == 0
+        assert meeting.finish(request, blocks=(7, 8, 9)) is None
+        assert meeting.num_handovers == 0
+
     def test_drop_ends_the_lease_of_a_running_request(self, meeting: Meeting) -> None:
         meeting.announce()
         meeting.schedule(meeting.arrive())

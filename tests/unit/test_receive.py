@@ -199,8 +199,12 @@ class TestStale:
         first = side.begin()
         side.hear(Void(transfer_id="t", reservation=first.reservation))
         before = (list(side.log), len(side.sent), dict(side.engine.open))
-        extra = {Done: {"production": 7}, Void: {}, Failed: {"reason": "torn"}}[kind]
-        side.hear(kind(transfer_id="t", reservation=first.reservation, **extra))
+        extra: dict[Any, dict[str, Any]] = {
+            Done: {"production": 7},
+            Void: {},
+            Failed: {"reason": "torn"},
+        }
+        side.hear(kind(transfer_id="t", reservation=first.reservation, **extra[kind]))
         assert (side.log, len(side.sent), side.engine.open) == before
 
     def test_second_done_says_nothing(self, side: Side) -> None:
