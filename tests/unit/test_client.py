@@ -133,6 +133,7 @@ class TestClaims:
     def test_lease_that_ended_comes_back_as_refused(
         self, client: Client, p: FakePScheduler
     ) -> None:
+        p.lease_s = 3 * RENEW_S
         client.claim(p.port)
         client.outcome()
         p.answers[Renew] = make_gone(1)
