@@ -165,9 +165,13 @@ class ProducerControl:
 
     def _released(self, message: Release) -> Message:
         leases = self._producer.leases
-        is_held = leases.release(
-            message.production, message.secret, message.claim_id, message.rank
-        ) or self._released_by_push(message)
+        secret, claim_id, rank = message.secret, message.claim_id, message.rank
+        is_held = leases.release(message.production, secret, claim_id, rank)
+        if not is_held:
+            is_held = self._released_by_push(message)
+        elif not leases.has_claim(claim_id):
+            # All ranks have it: should the prompt be preempted, this D needs no lease again.
+            self._producer.handovers.drop(secret, claim_id)
         return ReleaseAck(claim_id=message.claim_id, production=message.production, valid=is_held)
 
     def _released_by_push(self, message: Release) -> bool:
