@@ -183,7 +183,7 @@ def test_push_into_a_closed_reservation_writes_nothing(p: Side, d: Side) -> None
 
 @pytest.mark.parametrize("error", [ValueError("token value is out of range"), TypeError("token")])
 def test_push_that_the_api_refuses_is_a_transfer_error(
-    p: Side, datadist: FakeDataDist, error: Exception
+    p: Side, d: Side, datadist: FakeDataDist, error: Exception
 ) -> None:
     """What D names comes from outside; any other exception ended P's worker in its next step."""
 
@@ -192,7 +192,7 @@ def test_push_that_the_api_refuses_is_a_transfer_error(
 
     datadist.api.TransferWithCacheKeyConfig = refuse
     with pytest.raises(TransferError, match="to cluster d did not start: token"):
-        push(p, 2**63, [1], [0])
+        push(p, d, 2**63, [1], [0])
 
 
 def test_fake_has_names_codes_and_arguments_of_the_real_api() -> None:
