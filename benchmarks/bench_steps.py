@@ -4,6 +4,7 @@ Calls every hook that vLLM calls in a step, scheduler side and worker side, in v
 real connector with a real engine behind it, and prints one JSON line per arm:
 
 * ``idle``: running requests that have nothing to transfer (1, 64 and 256 of them);
+* ``layer_hook``: one layer's hook in such a step (in a step that pushes: ``bench_layer_overlap``);
 * ``admit``: a D request of 8,192 blocks is allocated and its pull ordered;
 * ``after_admit``: the steps that follow while its blocks are awaited;
 * ``hand_over``: a P request of 8,192 blocks finishes and its lease is opened.
@@ -44,8 +45,8 @@ class InstantControl:
         self._outcomes: list[Granted] = []
 
     def claim(self, claim_id: int, ticket: Ticket, deadline_s: float) -> None:
-        endpoint = WorkerEndpoint(cluster_id=1, host="127.0.0.1", engine_port=1)
-        self._outcomes.append(Granted(claim_id, 1, (self._block_ids,), (endpoint,)))
+        endpoint = WorkerEndpoint(cluster_id=1, host="127.0.0.1", engine_port=1, control_port=0)
+        self._outcomes.append(Granted(claim_id, 1, 1, "s", (self._block_ids,), (endpoint,)))
 
     def drop(self, claim_id: int, ticket: Ticket, deadline_s: float) -> None:
         pass
@@ -97,6 +98,11 @@ class Pair:
         )
         self.scheduler.update_connector_output(output)
         self.scheduler.get_kv_connector_stats()
+
+    def layer_hooks(self) -> None:
+        """What the layers of a step without work call."""
+        for name, tensor in self._layers:
+            self.worker.save_kv_layer(name, tensor, None)
 
     def close(self) -> None:
         self.worker.shutdown()
@@ -177,6 +183,8 @@ def bench_idle(report: Report, role: str, num_steps: int) -> None:
                 pair.step()
             samples = [_timed_us(pair.step) for _ in range(num_steps)]
             report.line("steps", "idle", role=role, running=running, step_us=quantiles(samples))
+        hooks = [_timed_us(pair.layer_hooks) / NUM_LAYERS for _ in range(num_steps)]
+        report.line("steps", "layer_hook", role=role, hook_us=quantiles(hooks))
     finally:
         pair.close()
 

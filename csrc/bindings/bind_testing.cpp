@@ -10,6 +10,7 @@
 
 #include "bindings/bind.h"
 #include "engine/cache_table.h"
+#include "engine/copier.h"
 #include "engine/messages.h"
 #include "engine/prober.h"
 #include "model/block_runs.h"
@@ -118,6 +119,8 @@ void bind_testing(nb::module_& module) {
   testing.def("decode_header", &header, "data"_a, "max_payload"_a);
   testing.def("copy_blocks", &copy_blocks, "src_addr"_a, "dst_addr"_a, "block_bytes"_a, "src"_a,
               "dst"_a, "Bare memcpy of block pairs inside one process: the bound of the benches.");
+  testing.def("set_copy_rate", &set_copy_rate, "bytes_per_second"_a,
+              "Slow this process's copies down to a link's rate; 0 takes the bound away.");
   testing.def("probe_sentence", &probe_sentence, "pid"_a, "error"_a);
   nb::class_<CacheTable>(testing, "CacheTable")
       .def(nb::init<>())

@@ -22,4 +22,8 @@ struct CopyPlan {
 // stop the copy. Throws Error(kFailed) when the kernel refuses.
 void copy_from_process(pid_t source, const CopyPlan& plan, const std::function<void()>& checkpoint);
 
+// Lets every copy of this process take as long as over a link of this rate; 0: as fast as it goes.
+// For tests and benches of what happens meanwhile.
+void set_copy_rate(uint64_t bytes_per_second);
+
 }  // namespace llmdd

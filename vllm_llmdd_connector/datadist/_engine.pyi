@@ -199,6 +199,10 @@ class testing:
         """Bare memcpy of block pairs inside one process: the bound of the benches."""
 
     @staticmethod
+    def set_copy_rate(bytes_per_second: int) -> None:
+        """Slow this process's copies down to a link's rate; 0 takes the bound away."""
+
+    @staticmethod
     def probe_sentence(pid: int, error: int) -> str: ...
 
     class CacheTable:
