@@ -90,10 +90,18 @@ class MetaserverClient:
         return self._loop
 
     def _run(self, loop: asyncio.AbstractEventLoop) -> None:
-        # Here, not at start-up: it takes a moment, which the scheduling thread has not.
+        try:
+            self._client = self._new_client()
+            loop.run_forever()
+        finally:
+            loop.run_until_complete(self._end())
+            loop.close()
+
+    def _new_client(self) -> "httpx.AsyncClient":
+        # Not at start-up: the import takes a moment, which the scheduling thread has not.
         import httpx
 
-        self._client = httpx.AsyncClient(
+        return httpx.AsyncClient(
             # Not through a proxy of the environment, and to no other host than the checked one.
             trust_env=False,
             follow_redirects=False,
@@ -101,15 +109,14 @@ class MetaserverClient:
             timeout=httpx.Timeout(None, connect=self._connect_timeout_s),
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
         )
-        try:
-            loop.run_forever()
-        finally:
-            tasks = asyncio.all_tasks(loop)
-            for task in tasks:
-                task.cancel()
-            loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
-            loop.run_until_complete(self._client.aclose())
-            loop.close()
+
+    async def _end(self) -> None:
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._client is not None:
+            await self._client.aclose()
 
     async def _post(self, url: str, body: dict[str, Any], on_answer: OnAnswer) -> None:
         try:
