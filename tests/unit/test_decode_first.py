@@ -203,7 +203,7 @@ class TestRefused:
     def test_one_of_several_choices_is_prefilled_locally(
         self, decoder: Decoder, caplog: pytest.LogCaptureFixture
     ) -> None:
-        logger = logging.getLogger("vllm_llmdd_connector.scheduler.consumer")
+        logger = logging.getLogger("vllm.vllm_llmdd_connector.scheduler.consumer")
         logger.addHandler(caplog.handler)
         try:
             request = decoder.admit("1_cmpl-a-0-0123abcd")
