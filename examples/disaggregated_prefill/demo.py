@@ -216,7 +216,13 @@ def _spec(name: str, role: str, model: Model, digests: Path, control_port: int =
         "kv_connector": "LLMDataDistConnector",
         "kv_role": role,
         "kv_load_failure_policy": "fail",  # a failed transfer must be seen here, not repaired
-        "kv_connector_extra_config": {"kv_digest": str(digests), "control_port": control_port},
+        "kv_connector_extra_config": {
+            "kv_digest": str(digests),
+            "control_port": control_port,
+            # D's engine steps without pause while it waits for a push, so on a machine of few cores
+            # P may take minutes for what it computes alone in seconds.
+            "request_timeout_s": 240,
+        },
     }
     arguments = ("--max-model-len", "4096")
     return ServerSpec(name, Path(model.name), config, arguments=arguments, dtype=model.dtype)
