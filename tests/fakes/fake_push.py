@@ -121,3 +121,60 @@ class FakeTask:
                     target = reservation.addresses[layer] + dst * length
                     ctypes.memmove(target, address + src * length, length)
         return self._codes.LLM_SUCCESS
+
+
+class FakePushes:
+    """The half of a ``FakeEngine`` that is for pushes."""
+
+    cluster_id: int
+    _is_finalized: bool
+
+    def __init__(self, network: Any, codes: Any) -> None:
+        self._net = network
+        self._codes = codes
+        self.reservations: dict[int, FakeReservation] = {}
+        """By token; those that are open."""
+
+    def open_reservation(self, cache: Any, blocks: Sequence[int]) -> int:
+        token: int = next(self._net.tokens)
+        self.reservations[token] = FakeReservation(
+            cache.per_device_tensor_addrs[0], cache.cache_desc.block_len, list(blocks)
+        )
+        return token
+
+    def close_reservation(self, token: int) -> None:
+        self._check_running("reservation")
+        reservation = self.reservations.pop(token, None)
+        if reservation is not None:
+            with reservation.lock:
+                reservation.is_open = False
+
+    def transfer_cache_async(
+        self,
+        src_cache: Any,
+        layer_synchronizer: FakeSynchronizer,
+        transfer_configs: Sequence[TransferConfig],
+        src_block_indices: Sequence[int],
+        dst_block_indices: Sequence[int],
+        *,
+        tensor_num_per_layer: int = 2,
+    ) -> FakeTask:
+        (config,) = transfer_configs
+        self._check_running("push")
+
+        def find() -> FakeReservation | None:
+            peer = self._net.engines.get(config.cluster_id)
+            return None if peer is None else peer.reservations.get(config.token)
+
+        return FakeTask(
+            src_cache.per_device_tensor_addrs[0],
+            layer_synchronizer.step,
+            find,
+            src_block_indices,
+            dst_block_indices,
+            self._codes,
+        )
+
+    def _check_running(self, what: str) -> None:
+        if self._is_finalized:
+            self._net.violations.append(f"{self.cluster_id:x}: {what} after finalize")

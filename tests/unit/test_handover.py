@@ -48,7 +48,9 @@ class Rendezvous:
     def gate(self, handover: Handover, num_blocks: int = 3) -> Gate:
         return self.table.gate(handover, num_blocks, self.now_s)
 
-    def admitted(self, transfer_id: str = "t", request_id: str = "r", num_blocks: int = 3) -> Any:
+    def admitted(
+        self, transfer_id: str = "t", request_id: str = "r", num_blocks: int = 3
+    ) -> Handover:
         handover = self.arrive(transfer_id, request_id)
         assert self.gate(handover, num_blocks) is Gate.GO
         return handover

@@ -197,6 +197,7 @@ def test_announcement_out_of_bounds_is_refused(changes: dict[str, Any]) -> None:
         {"spans": (BlockSpan(first=2**31, count=1),)},
         {"spans": (BlockSpan(first=0, count=1),) * (MAX_GROUPS + 1)},
         {"tokens": (CacheToken(model_id=0, token=0),)},
+        {"tokens": (CacheToken(model_id=0, token=2**63),)},
         {"tokens": (CacheToken(model_id=-1, token=1),)},
         {"tokens": (CacheToken(model_id=0, token=1),) * (MAX_CACHES + 1)},
     ],

@@ -178,7 +178,7 @@ class CacheToken(msgspec.Struct, frozen=True, kw_only=True):
     """The engine's reservation of one cache of D."""
 
     model_id: Count
-    token: Annotated[int, msgspec.Meta(gt=0)]
+    token: Annotated[int, msgspec.Meta(gt=0, le=(1 << 63) - 1)]
 
 
 class BlockSpan(msgspec.Struct, frozen=True, kw_only=True):

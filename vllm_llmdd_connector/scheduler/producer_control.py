@@ -165,9 +165,13 @@ class ProducerControl:
 
     def _released(self, message: Release) -> Message:
         leases, handovers = self._producer.leases, self._producer.handovers
-        is_held = leases.release(
-            message.production, message.secret, message.claim_id, message.rank
-        ) or handovers.release(message.secret, message.claim_id, message.rank, leases.num_ranks)
+        secret, claim_id, rank = message.secret, message.claim_id, message.rank
+        is_held = leases.release(message.production, secret, claim_id, rank)
+        if not is_held:
+            is_held = handovers.release(secret, claim_id, rank, leases.num_ranks)
+        elif not leases.has_claim(claim_id):
+            # All ranks have it: should the prompt be preempted, this D needs no lease again.
+            handovers.drop(secret, claim_id)
         return ReleaseAck(claim_id=message.claim_id, production=message.production, valid=is_held)
 
 
