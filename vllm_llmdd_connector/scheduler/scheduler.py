@@ -19,6 +19,8 @@ from vllm_llmdd_connector.params import wants_remote_prefill
 from vllm_llmdd_connector.scheduler.consumer import Consumer
 from vllm_llmdd_connector.scheduler.producer import Producer
 from vllm_llmdd_connector.scheduler.producer_control import ProducerControl
+from vllm_llmdd_connector.scheduler.request_trace import ConsumerTrace, ProducerTrace
+from vllm_llmdd_connector.trace.recorder import NO_TRACE, open_trace
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -50,6 +52,15 @@ class SchedulerConnector:
         self._is_consumer = transfer.is_kv_consumer
         self._warned_local = False
         self._instance = new_instance()
+        self._recorder = open_trace(
+            config.trace_dir,
+            str(transfer.kv_role),
+            str(transfer.engine_id),
+            "scheduler",
+            instance=self._instance,
+        )
+        self._producer_trace: ProducerTrace | None = None
+        self._consumer_trace: ConsumerTrace | None = None
         if transfer.is_kv_producer:
             self._server = Server(
                 "llmdd-control-server",
@@ -68,6 +79,10 @@ class SchedulerConnector:
                 time.monotonic,
                 self._stats,
             )
+
+            if self._recorder is not None:
+                block_sizes = [group.block_size for group in self._groups]
+                self._producer_trace = ProducerTrace(self._recorder, block_sizes, self._transferred)
 
     def _control_port(self) -> int:
         if not self._config.control_port:
@@ -110,6 +125,7 @@ class SchedulerConnector:
                 time.monotonic,
                 lambda number: self._stats.count("junk_messages", number),
                 takes_push=can_push,
+                trace=self._recorder or NO_TRACE,
             )
             self._consumer = Consumer(
                 self._config,
@@ -119,6 +135,8 @@ class SchedulerConnector:
                 self._stats,
                 self._groups,
             )
+            if self._recorder is not None:
+                self._consumer_trace = ConsumerTrace(self._recorder, self._consumer.transfer_of)
 
     def bind_block_pool(self, block_pool: "BlockPool") -> None:
         if self._producer is not None:
@@ -127,8 +145,12 @@ class SchedulerConnector:
     def on_new_request(self, request: "Request") -> None:
         if self._producer is not None:
             self._producer.on_new_request(request)
+        if self._producer_trace is not None:
+            self._producer_trace.on_new_request(request)
         if self._consumer is not None:
             self._consumer.on_new_request(request)
+            if self._consumer_trace is not None:
+                self._consumer_trace.on_new_request(request)
             if self._producer is None and not wants_remote_prefill(request.kv_transfer_params):
                 self._count_local_prefill(request)
 
@@ -145,6 +167,8 @@ class SchedulerConnector:
         self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int
     ) -> None:
         if self._consumer is not None and self._consumer.is_open(request.request_id):
+            if self._consumer_trace is not None:
+                self._consumer_trace.on_allocated(request, num_external_tokens)
             block_ids = self._transferred(blocks.get_block_ids())
             self._consumer.on_allocated(request.request_id, block_ids, num_external_tokens)
 
@@ -157,6 +181,10 @@ class SchedulerConnector:
             self._producer.fill(step, output)
         if self._consumer is not None:
             self._consumer.fill(step)
+        if self._producer_trace is not None:
+            self._producer_trace.fill(step, output)
+        if self._consumer_trace is not None:
+            self._consumer_trace.fill(output)
         return step
 
     def update_connector_output(self, output: "KVConnectorOutput") -> None:
@@ -171,11 +199,16 @@ class SchedulerConnector:
     def request_finished(
         self, request: "Request", block_ids: Sequence[Sequence[int]]
     ) -> tuple[bool, dict[str, Any] | None]:
+        if self._consumer_trace is not None:
+            self._consumer_trace.request_finished(request)
         if self._consumer is not None:
             self._consumer.request_finished(request)
         if self._producer is None:
             return False, None
-        return self._producer.request_finished(request, block_ids)
+        result = self._producer.request_finished(request, block_ids)
+        if self._producer_trace is not None:
+            self._producer_trace.request_finished(request, result[1] is not None)
+        return result
 
     def reset_cache(self) -> bool:
         """The prefix cache is to be reset: give back what ended leases still hold."""
@@ -191,6 +224,8 @@ class SchedulerConnector:
             self._server.close()
         if self._client is not None:
             self._client.close()
+        if self._recorder is not None:
+            self._recorder.close()
 
     def _transferred(self, block_ids: Sequence[Sequence[int]]) -> list[Sequence[int]]:
         return [block_ids[group.group_id] for group in self._groups]
