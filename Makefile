@@ -61,6 +61,8 @@ bench: ## the benchmarks: JSON lines on stdout, tables on stderr (10 min)
 	@$(BIN)/python benchmarks/bench_transfer.py
 	@$(BIN)/python benchmarks/bench_steps.py
 	@$(BIN)/python benchmarks/bench_datadist.py
+	@$(BIN)/python benchmarks/bench_layer_overlap.py
+	@$(BIN)/python benchmarks/bench_layer_overlap.py --compute hold
 
 clean: ## remove build products and caches of tools; keeps .venv and .cache
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,9 @@ def pair(start_pair: Callable[..., Pair], model: Path) -> Pair:
     return start_pair(
         model,
         arguments=("--dtype", "float32", "--max-model-len", "4096"),
+        # On a busy machine 32 prompts wait long for their turn.
+        prefill={"lease_s": 60},
+        decode={"first_contact_timeout_s": 60, "request_timeout_s": 300},
         prefill_arguments=("--max-num-batched-tokens", "256"),
     )
 
@@ -46,6 +50,19 @@ def num_open_leases(pair: Pair) -> float:
 @pytest.mark.parametrize("num_tokens", [5, 127, 129, 255, 257, 383, 2100])
 def test_prompt_of_any_length_arrives_whole(pair: Pair, num_tokens: int) -> None:
     check_push(pair, num_tokens, num_tokens, -(-(num_tokens - 1) // BLOCK_SIZE))
+
+
+def test_32_at_once(pair: Pair) -> None:
+    bodies = [
+        {"prompt": prompt_of(300, 100 + number), "max_tokens": 4, "logprobs": 2}
+        for number in range(32)
+    ]
+    with ThreadPoolExecutor(32) as pool:
+        answers = list(pool.map(lambda n: pair.push(f"many-{n}", **bodies[n]), range(32)))
+    for number, body in enumerate(bodies):
+        assert_equal_digests(pair.digest_dir, f"many-{number}", 3)
+        assert_same_generation(pair.reference(**body), answers[number])
+    wait_until(lambda: num_open_leases(pair) == 0, "P holds nothing any more")
 
 
 def test_nothing_failed(pair: Pair) -> None:

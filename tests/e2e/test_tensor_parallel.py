@@ -18,6 +18,7 @@ from servers import Server
 OPTIONS = {
     "link_timeout_ms": 20000,
     "sync_kv_timeout_ms": 5000,
+    "first_contact_timeout_s": 30,
     "release_timeout_s": 30,
     "lease_s": 30,
 }
@@ -54,6 +55,14 @@ def test_each_rank_receives_its_own_heads(pair: Pair) -> None:
     assert not first & second
 
 
+def test_push_to_each_rank(pair: Pair) -> None:
+    body = {"prompt": prompt_of(600, 9), "max_tokens": 4, "logprobs": 2}
+    got = pair.push("two-ranks", **body)
+    assert_equal_digests(pair.digest_dir, "two-ranks", 5)
+    assert_same_generation(pair.reference(**body), got)
+    assert pair.prefill_metrics()["sent_requests"] == 2, "each rank of P has pushed its heads"
+
+
 def test_one_rank_that_fails_costs_a_recompute_and_no_more(pair: Pair) -> None:
     body = {"prompt": prompt_of(300, 2), "max_tokens": 4, "logprobs": 2}
     reference = pair.reference(**body)
@@ -77,6 +86,7 @@ def test_one_rank_that_fails_costs_a_recompute_and_no_more(pair: Pair) -> None:
 
     def all_ended() -> bool:
         seen = pair.prefill_metrics()
-        return seen["leases_opened"] == seen["leases_released"] + seen["leases_expired"]
+        ended = sum(seen[f"leases_{end}"] for end in ("released", "expired", "voided"))
+        return seen["leases_opened"] == ended
 
     wait_until(all_ended, "every lease of P ends")

@@ -13,14 +13,14 @@ from vllm_llmdd_connector.control.messages import (
     WorkerEndpoint,
 )
 from vllm_llmdd_connector.layout.kv_layout import GroupGeometry, PartGeometry
-from vllm_llmdd_connector.params import Ticket, prompt_hash, response_params
+from vllm_llmdd_connector.params import Appointment, Ticket, prompt_hash, response_params
 
 SECRET = "0123456789abcdef"
 INSTANCE = "feedfacefeedface"
 
 
 def make_endpoint(**changes: Any) -> WorkerEndpoint:
-    fields = {"cluster_id": 0xA, "host": "127.0.0.1", "engine_port": 4001}
+    fields = {"cluster_id": 0xA, "host": "127.0.0.1", "engine_port": 4001, "control_port": 4002}
     return WorkerEndpoint(**{**fields, **changes})
 
 
@@ -67,10 +67,35 @@ def make_ticket(prompt: list[int] | None = None, **changes: Any) -> Ticket:
     return Ticket(**{**fields, **changes})
 
 
+def make_appointment(prompt: list[int] | None = None, **changes: Any) -> Appointment:
+    """What D asks a P that has still to compute ``prompt``, by default of 40 tokens."""
+    prompt = list(range(40)) if prompt is None else prompt
+    fields = {
+        "host": "127.0.0.1",
+        "port": 4000,
+        "transfer_id": "transfer",
+        "num_tokens": len(prompt),
+        "prompt_hash": prompt_hash(prompt, None, ()),
+    }
+    return Appointment(**{**fields, **changes})
+
+
 def decode_params(ticket: Ticket | None = None, **changes: Any) -> dict[str, Any]:
     """What the proxy hands to D; ``changes`` go to the ticket."""
     ticket = ticket or make_ticket(**changes)
     return response_params(ticket, "engine-p", [[1, 2, 3]])
+
+
+def concurrent_params(**changes: Any) -> dict[str, Any]:
+    """What a proxy sends to D together with P's leg."""
+    fields = {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "transfer_id": "transfer",
+        "remote_host": "127.0.0.1",
+        "remote_port": 4000,
+    }
+    return {**fields, **changes}
 
 
 def make_welcome(session: int = 5, **changes: Any) -> Welcome:
@@ -83,8 +108,11 @@ def make_welcome(session: int = 5, **changes: Any) -> Welcome:
     return Welcome(**{**fields, **changes})
 
 
-def make_grant(claim_id: int, block_ids: tuple[tuple[int, ...], ...] = ((7, 8, 9),)) -> Grant:
-    return Grant(claim_id=claim_id, block_ids=block_ids)
+def make_grant(
+    claim_id: int, block_ids: tuple[tuple[int, ...], ...] = ((7, 8, 9),), **changes: Any
+) -> Grant:
+    fields = {"production": 1, "secret": SECRET}
+    return Grant(claim_id=claim_id, block_ids=block_ids, **{**fields, **changes})
 
 
 def make_gone(claim_id: int) -> Gone:

@@ -21,6 +21,8 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+from fakes.fake_push import FakeReservation, FakeSynchronizer, FakeTask, TransferConfig
+
 FIRST_PORT = 40000
 """Listening engines are given numbers from here on; no socket is opened."""
 
@@ -145,6 +147,7 @@ class FakeDataDist:
         self.violations: list[str] = []
         self._faults: dict[int, Faults] = {}
         self._ports = itertools.count(FIRST_PORT)
+        self.tokens = itertools.count(1)
         self._lock = threading.Lock()
         self.api = SimpleNamespace(
             LLMRole=LLMRole,
@@ -156,6 +159,8 @@ class FakeDataDist:
             CacheDesc=CacheDesc,
             BlocksCacheKey=BlocksCacheKey,
             LLMDataDist=partial(FakeEngine, self),
+            NativeLayerSynchronizer=FakeSynchronizer,
+            TransferWithCacheKeyConfig=TransferConfig,
         )
         """What stands for the module."""
 
@@ -230,6 +235,8 @@ class FakeEngine:
         self.listen_port = 0
         self.linked: set[int] = set()
         self.caches: dict[BlocksCacheKey, Cache] = {}
+        self.reservations: dict[int, FakeReservation] = {}
+        """By token; those that are open."""
         self._link_errors: dict[int, str] = {}
         self._running: list[int] = []
         self._is_finalized = False
@@ -314,6 +321,48 @@ class FakeEngine:
             self._pull(src_cache_key, dst_cache, call, self._network.faults(cluster_id))
         finally:
             self._running.remove(cluster_id)
+
+    def open_reservation(self, cache: Cache, blocks: Sequence[int]) -> int:
+        token = next(self._network.tokens)
+        self.reservations[token] = FakeReservation(
+            cache.per_device_tensor_addrs[0], cache.cache_desc.block_len, list(blocks)
+        )
+        return token
+
+    def close_reservation(self, token: int) -> None:
+        if self._is_finalized:
+            self._network.violations.append(f"{self.cluster_id:x}: reservation after finalize")
+        reservation = self.reservations.pop(token, None)
+        if reservation is not None:
+            with reservation.lock:
+                reservation.is_open = False
+
+    def transfer_cache_async(
+        self,
+        src_cache: Cache,
+        layer_synchronizer: FakeSynchronizer,
+        transfer_configs: Sequence[TransferConfig],
+        src_block_indices: Sequence[int],
+        dst_block_indices: Sequence[int],
+        *,
+        tensor_num_per_layer: int = 2,
+    ) -> FakeTask:
+        (config,) = transfer_configs
+        if self._is_finalized:
+            self._network.violations.append(f"{self.cluster_id:x}: push after finalize")
+
+        def find() -> FakeReservation | None:
+            peer = self._network.engines.get(config.cluster_id)
+            return None if peer is None else peer.reservations.get(config.token)
+
+        return FakeTask(
+            src_cache.per_device_tensor_addrs[0],
+            layer_synchronizer.step,
+            find,
+            src_block_indices,
+            dst_block_indices,
+            LLMStatusCode,
+        )
 
     def _link(self, cluster: LLMClusterInfo) -> LLMStatusCode:
         remote = cluster.remote_cluster_id

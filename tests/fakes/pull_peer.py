@@ -22,7 +22,10 @@ from vllm_llmdd_connector.layout.kv_layout import CachePlan
 class FakePullEngine:
     """Records calls; the lists of errors are raised one by one before calls succeed."""
 
+    cluster_id = 0xD
+
     def __init__(self) -> None:
+        self.open_tokens: list[int] = []
         self.calls: list[str] = []
         self.link_errors: list[Exception] = []
         self.pull_errors: list[Exception] = []
@@ -51,6 +54,15 @@ class FakePullEngine:
         if self.pull_errors:
             raise self.pull_errors.pop(0)
 
+    def open_reservation(self, plan: CachePlan, blocks: list[int]) -> int:
+        self.calls.append(f"open {plan.model_id} {blocks}")
+        self.open_tokens.append(plan.model_id + 1)
+        return plan.model_id + 1
+
+    def close_reservation(self, token: int) -> None:
+        self.calls.append(f"close {token}")
+        self.open_tokens.remove(token)
+
     def names(self) -> list[str]:
         """The calls without their arguments."""
         return [call.split()[0] for call in self.calls]
@@ -69,7 +81,9 @@ class ReleasePeer:
 
     @property
     def endpoint(self) -> WorkerEndpoint:
-        return WorkerEndpoint(cluster_id=self.cluster_id, host="127.0.0.1", engine_port=1)
+        return WorkerEndpoint(
+            cluster_id=self.cluster_id, host="127.0.0.1", engine_port=1, control_port=self.port
+        )
 
     @property
     def control_address(self) -> tuple[str, int]:

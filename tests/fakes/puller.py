@@ -12,7 +12,7 @@ from vllm_llmdd_connector.metadata import PullJob
 from vllm_llmdd_connector.metrics import TransferStats
 from vllm_llmdd_connector.scheduler.block_map import GroupBlocks
 from vllm_llmdd_connector.worker.completion import Completions
-from vllm_llmdd_connector.worker.pull import PeerThread, PullContext
+from vllm_llmdd_connector.worker.peer import PeerContext, PeerThread
 
 TP_RANK = 3
 PLANS = [
@@ -40,7 +40,7 @@ class Puller:
         self.thread.start()
 
     def new_thread(self, control_address: tuple[str, int]) -> PeerThread:
-        context = PullContext(
+        context = PeerContext(
             config=ConnectorConfig(**self._options),  # type: ignore[arg-type]
             engine=self.engine,
             plans=PLANS,

@@ -24,11 +24,13 @@ from vllm_llmdd_connector.control.messages import (
     WorkerEndpoint,
     raw_fingerprint,
 )
+from vllm_llmdd_connector.layout.groups import Group
 from vllm_llmdd_connector.metadata import PullJob, StepMessage, WorkerReport
 from vllm_llmdd_connector.metrics import TransferStats
 from vllm_llmdd_connector.params import read_ticket
 from vllm_llmdd_connector.scheduler.block_map import GroupBlocks
 from vllm_llmdd_connector.scheduler.producer import Producer
+from vllm_llmdd_connector.scheduler.producer_control import ProducerControl
 from vllm_llmdd_connector.worker.worker import WorkerConnector
 
 NUM_BLOCKS = 8
@@ -65,7 +67,9 @@ class Rank:
 
     def step(self, **orders: Any) -> None:
         """One engine step with these orders."""
-        self.worker.bind(StepMessage(**orders))
+        step = StepMessage(**orders)
+        self.worker.apply_voids(step)
+        self.worker.bind(step)
         drained = self.worker.poll()
         assert not self.reported & drained.received, "a request was reported twice"
         self.received |= drained.received
@@ -98,25 +102,34 @@ class Prefill:
         self.clock = FakeClock()
         self.pool: Any = FakeBlockPool(NUM_BLOCKS)
         self.server = Server("p-scheduler", "127.0.0.1", 0, lambda: None)
+        stats = TransferStats()
         self.producer = Producer(
             ConnectorConfig(),
             "engine-p",
             "instance-p",
             self.server.port,
-            [16],
+            [Group(0, "FullAttentionSpec", 16, ("a", "b"))],
             NUM_BLOCKS,
             1,
             self.clock,
-            TransferStats(),
+            stats,
         )
         self.producer.bind_block_pool(self.pool)
-        self.producer.set_identity(make_fingerprint(), (rank.endpoint,))
-        self.server.start(self.producer.handle)
+        self.control = ProducerControl(
+            ConnectorConfig(),
+            "instance-p",
+            self.producer,
+            make_fingerprint(),
+            (rank.endpoint,),
+            self.clock,
+            stats,
+        )
+        self.server.start(self.control.handle)
 
     def ask(self, message: AnyMessage) -> Message:
         """What D's scheduler asks, straight to the handler."""
         answers: list[Message] = []
-        self.producer.handle(message, answers.append)
+        self.control.handle(message, answers.append)
         (answer,) = answers
         return answer
 
@@ -140,7 +153,13 @@ class Prefill:
             secret=ticket.secret,
             prompt_hash=ticket.prompt_hash,
         )
-        assert self.ask(claim) == Grant(claim_id=claim_id, block_ids=((1, 2),))
+        grant = Grant(
+            claim_id=claim_id,
+            production=ticket.production,
+            secret=ticket.secret,
+            block_ids=((1, 2),),
+        )
+        assert self.ask(claim) == grant
         return PullJob(
             request_id=f"d{claim_id}",
             transfer_id=request_id,

@@ -251,7 +251,7 @@ class TestLink:
     def test_foreign_address_form_is_a_link_error(self, vendor: ModuleType) -> None:
         config = ConnectorConfig()
         engine = DataDistEngine(config, ascend.AscendBackend(config, CPU), 7, [], False)
-        endpoint = WorkerEndpoint(cluster_id=9, host="::1", engine_port=1)
+        endpoint = WorkerEndpoint(cluster_id=9, host="::1", engine_port=1, control_port=0)
         with pytest.raises(LinkError, match="cluster 9 at ::1:1 is not possible"):
             engine.link(endpoint)
         engine.unlink(endpoint)
@@ -334,7 +334,7 @@ class TestStatus:
         monkeypatch.setattr(
             vendor.LLMDataDist, "link_clusters", lambda *args, **kwargs: (codes.LLM_SUCCESS, [])
         )
-        engine.link(WorkerEndpoint(cluster_id=9, host="127.0.0.1", engine_port=1))
+        engine.link(WorkerEndpoint(cluster_id=9, host="127.0.0.1", engine_port=1, control_port=0))
         with pytest.raises(kind, match=f"ended with {name}: text: ") as caught:
             engine.pull(9, plan(1), [1], [2])
         assert type(caught.value) is kind

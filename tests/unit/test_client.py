@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from fakes.builders import make_endpoint, make_fingerprint, make_gone, make_ticket
+from fakes.builders import SECRET, make_endpoint, make_fingerprint, make_gone, make_ticket
 from fakes.clock import wait_for
 from fakes.p_scheduler import HOST, FakePScheduler
 from fakes.threads import falls_asleep, named_thread
@@ -27,7 +27,9 @@ class Client:
     def __init__(self) -> None:
         self.num_junk = 0
         self.outcomes: dict[int, list[Outcome]] = {}
-        self.control = ControlClient(make_fingerprint(), time.monotonic, self._count)
+        self.control = ControlClient(
+            make_fingerprint(), time.monotonic, self._count, takes_push=True
+        )
 
     def claim(self, port: int, claim_id: int = 1, within_s: float = LONG_S, **ticket: Any) -> None:
         made = make_ticket(**{"host": HOST, "port": port, **ticket})
@@ -79,7 +81,7 @@ def p(make_p: Callable[..., FakePScheduler]) -> FakePScheduler:
 class TestClaims:
     def test_claim_is_granted_with_p_s_workers(self, client: Client, p: FakePScheduler) -> None:
         client.claim(p.port)
-        assert client.outcome() == Granted(1, 5, ((7, 8, 9),), (make_endpoint(),))
+        assert client.outcome() == Granted(1, 5, 1, SECRET, ((7, 8, 9),), (make_endpoint(),))
 
     def test_all_claims_at_one_p_share_one_session(self, client: Client, p: FakePScheduler) -> None:
         for claim_id in range(1, 6):

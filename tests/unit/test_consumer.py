@@ -47,7 +47,7 @@ class Decoder:
         """A request whose pull is ordered; the order is taken."""
         request = self.matched(request_id)
         self.consumer.on_allocated(request_id, BLOCKS, 40)
-        assert len(self.step().pulls) == 1
+        assert len(self.step().jobs) == 1
         return request
 
     def ask(self, request: Any, num_computed_tokens: int = 0) -> tuple[int | None, bool]:
@@ -59,7 +59,8 @@ class Decoder:
         return step
 
     def pull(self) -> PullJob:
-        (job,) = self.step().pulls
+        (job,) = self.step().jobs
+        assert isinstance(job, PullJob)
         return job
 
     def figures(self) -> tuple[dict[str, int], dict[str, int]]:
@@ -240,7 +241,7 @@ class TestAbort:
         request = reach(decoder)
         decoder.consumer.request_finished(request)
         assert (decoder.control.drops == [decoder.control.last_claim]) is is_dropped
-        assert decoder.step().cancels == (["r"] if is_cancelled else [])
+        assert decoder.step().cancels == ({"r": ""} if is_cancelled else {})
         # What comes afterwards finds nothing.
         decoder.control.grant(decoder.control.last_claim)
         decoder.consumer.on_received({"r"})

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import importlib
+import inspect
 from collections.abc import Callable, Iterator
 
 import pytest
-from fakes.fake_datadist import FakeDataDist, LLMStatusCode
+from fakes.fake_datadist import FakeDataDist, FakeEngine, LLMStatusCode
 
 from vllm_llmdd_connector.config import ConnectorConfig
 from vllm_llmdd_connector.control.messages import WorkerEndpoint
@@ -51,7 +53,10 @@ class Side:
     def endpoint(self) -> WorkerEndpoint:
         engine = self.engine
         return WorkerEndpoint(
-            cluster_id=engine.cluster_id, host="127.0.0.1", engine_port=engine.listen_port
+            cluster_id=engine.cluster_id,
+            host="127.0.0.1",
+            engine_port=engine.listen_port,
+            control_port=0,
         )
 
 
@@ -155,8 +160,9 @@ def test_peer_killed_between_two_blocks_ends_the_pull_there(
 def test_fake_has_names_codes_and_arguments_of_the_real_api() -> None:
     """A fake that drifts from the engine would make every test with it worthless."""
     real = pytest.importorskip("vllm_llmdd_connector.datadist", exc_type=ImportError)
+    manager = importlib.import_module("vllm_llmdd_connector.datadist.cache_manager")
     fake = FakeDataDist().api
-    assert vars(fake).keys() <= vars(real).keys()
+    assert [name for name in vars(fake) if not hasattr(real, name)] == []
     for code in fake.LLMStatusCode:
         assert real.LLMStatusCode[code.name] == code
     for role in fake.LLMRole:
@@ -166,3 +172,8 @@ def test_fake_has_names_codes_and_arguments_of_the_real_api() -> None:
     engine = real.LLMDataDist(real.LLMRole.DECODER, 1)
     for name in ("init", "finalize", "link_clusters", "unlink_clusters", "last_link_error"):
         assert callable(getattr(engine, name))
+    for name in ("open_reservation", "close_reservation", "transfer_cache_async"):
+        theirs = inspect.signature(getattr(manager.CacheManager, name)).parameters
+        assert inspect.signature(getattr(FakeEngine, name)).parameters.keys() <= theirs.keys()
+    for name in ("mark", "mark_all", "reset"):
+        assert callable(getattr(real.NativeLayerSynchronizer(1), name))

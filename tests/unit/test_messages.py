@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import pytest
 from fakes.builders import make_endpoint, make_fingerprint, make_gone, make_grant, make_welcome
@@ -9,17 +11,29 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_llmdd_connector.control.messages import (
+    MAX_CACHES,
+    MAX_GROUPS,
     MAX_MESSAGE_BYTES,
     MAX_RENEWED_CLAIMS,
+    Admitted,
+    Announce,
     AnyMessage,
+    BlockSpan,
+    CacheToken,
+    Cancel,
     Claim,
+    Done,
     Drop,
+    Failed,
     Hello,
+    Queued,
     Reject,
     Release,
     ReleaseAck,
     Renew,
+    Reserve,
     Unknown,
+    Void,
     decode,
     encode,
     raw_fingerprint,
@@ -28,6 +42,23 @@ from vllm_llmdd_connector.control.messages import (
 from vllm_llmdd_connector.errors import RemoteProtocolError
 
 BIG = 2**63 - 1
+ANNOUNCE = Announce(
+    session=1,
+    claim_id=BIG,
+    transfer_id="t",
+    num_tokens=2**31 - 1,
+    prompt_hash="h",
+    takes_push=True,
+    has_blocks=False,
+)
+RESERVE = Reserve(
+    to_cluster=1,
+    cluster_id=2**48 - 1,
+    transfer_id="t",
+    reservation=BIG,
+    spans=(BlockSpan(first=0, count=3), BlockSpan(first=2, count=0)),
+    tokens=(CacheToken(model_id=0, token=BIG),),
+)
 MESSAGES: list[AnyMessage] = [
     make_welcome(),
     make_grant(BIG, ((1, 2), (), (0, 3))),
@@ -39,6 +70,14 @@ MESSAGES: list[AnyMessage] = [
     Drop(session=1, claim_id=2, production=3, secret="s"),
     Release(session=BIG, claim_id=2, rank=2**16 - 1, production=3, secret="s"),
     ReleaseAck(claim_id=2, production=3, valid=False),
+    ANNOUNCE,
+    Queued(claim_id=BIG),
+    Admitted(claim_id=BIG),
+    RESERVE,
+    Cancel(to_cluster=1, transfer_id="t", reservation=BIG),
+    Done(transfer_id="t", reservation=BIG, production=7),
+    Void(transfer_id="t", reservation=BIG),
+    Failed(transfer_id="t", reservation=BIG, reason="torn"),
 ]
 json_like = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.text() | st.binary(),
@@ -120,6 +159,54 @@ def test_too_many_renewals_in_one_message_are_refused() -> None:
 @pytest.mark.parametrize("port", [-1, 0, 65536])
 def test_endpoint_with_an_impossible_port_is_refused(port: int) -> None:
     assert decodes(encode(make_welcome(workers=(make_endpoint(engine_port=port),)))) is None
+
+
+@pytest.mark.parametrize("port", [-1, 65536])
+def test_endpoint_may_take_no_reservations_but_names_no_impossible_port(port: int) -> None:
+    silent = make_welcome(workers=(make_endpoint(control_port=0),))
+    assert decodes(encode(silent)) == silent
+    assert decodes(encode(make_welcome(workers=(make_endpoint(control_port=port),)))) is None
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"transfer_id": ""},
+        {"transfer_id": "t" * 513},
+        {"num_tokens": -1},
+        {"num_tokens": 2**31},
+    ],
+    ids=str,
+)
+def test_announcement_out_of_bounds_is_refused(changes: dict[str, Any]) -> None:
+    assert decodes(encode(msgspec.structs.replace(ANNOUNCE, **changes))) is None
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"transfer_id": ""},
+        {"transfer_id": "t" * 513},
+        {"cluster_id": 0},
+        {"cluster_id": 2**48},
+        {"spans": (BlockSpan(first=-1, count=1),)},
+        {"spans": (BlockSpan(first=0, count=-1),)},
+        {"spans": (BlockSpan(first=0, count=2**31),)},
+        {"spans": (BlockSpan(first=2**31, count=1),)},
+        {"spans": (BlockSpan(first=0, count=1),) * (MAX_GROUPS + 1)},
+        {"tokens": (CacheToken(model_id=0, token=0),)},
+        {"tokens": (CacheToken(model_id=-1, token=1),)},
+        {"tokens": (CacheToken(model_id=0, token=1),) * (MAX_CACHES + 1)},
+    ],
+    ids=lambda changes: str(changes)[:40],
+)
+def test_reservation_out_of_bounds_is_refused(changes: dict[str, Any]) -> None:
+    assert decodes(encode(msgspec.structs.replace(RESERVE, **changes))) is None
+
+
+@pytest.mark.parametrize("transfer_id", ["", "t" * 513])
+def test_cancel_of_an_impossible_transfer_is_refused(transfer_id: str) -> None:
+    assert decodes(encode(Cancel(to_cluster=1, transfer_id=transfer_id, reservation=1))) is None
 
 
 @pytest.mark.parametrize("rank", [-1, 2**16])

@@ -22,6 +22,7 @@ from vllm_llmdd_connector.metrics import (
     LlmddStats,
     TransferStats,
 )
+from vllm_llmdd_connector.scheduler.lease import LeaseEnd
 
 PACKAGE = Path(vllm_llmdd_connector.__file__).parent
 LABELS = ["model_name", "engine"]
@@ -171,11 +172,9 @@ class TestNames:
     def test_counters_in_use_exist(self) -> None:
         used = self.literals("count")
         assert used <= set(COUNTERS)
-        assert set(COUNTERS) - used == {"leases_released", "leases_expired"}
+        assert set(COUNTERS) - used == {f"leases_{end.value}" for end in LeaseEnd}
 
     def test_counters_made_of_a_lease_s_end_exist(self) -> None:
-        from vllm_llmdd_connector.scheduler.lease import LeaseEnd
-
         assert {f"leases_{end.value}" for end in LeaseEnd} <= set(COUNTERS)
 
     def test_durations_in_use_are_all_and_exist(self) -> None:

@@ -1,15 +1,12 @@
-"""``Producer``: which finished prompts are held, what a D is answered, when a lease ends."""
+"""``Producer``: which finished prompts are held, and when a lease ends."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import msgspec
 import pytest
-from fakes.block_pool import FakeBlockPool
-from fakes.builders import make_endpoint, make_fingerprint
 from fakes.clock import FakeClock
-from fakes.requests import make_request
+from fakes.prefiller import LEASE_S, Prefiller
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -21,140 +18,9 @@ from hypothesis.stateful import (
 )
 
 from vllm_llmdd_connector.config import ConnectorConfig
-from vllm_llmdd_connector.control.messages import (
-    PROTOCOL_VERSION,
-    AnyMessage,
-    Claim,
-    Drop,
-    Gone,
-    Grant,
-    Hello,
-    Message,
-    Reject,
-    Release,
-    ReleaseAck,
-    Renew,
-    Unknown,
-    Welcome,
-    raw_fingerprint,
-)
-from vllm_llmdd_connector.errors import RemoteProtocolError
-from vllm_llmdd_connector.metadata import SentPrompt, StepMessage
-from vllm_llmdd_connector.metrics import TransferStats
+from vllm_llmdd_connector.control.messages import Gone, ReleaseAck
+from vllm_llmdd_connector.metadata import SentPrompt
 from vllm_llmdd_connector.params import Ticket, read_ticket
-from vllm_llmdd_connector.scheduler.producer import Producer
-
-PROMPT = list(range(40))
-PREFILL = {"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None}
-LEASE_S = ConnectorConfig().lease_s
-
-
-class Prefiller:
-    """A ``Producer`` of 100 blocks of 16 tokens, vLLM around it, and D's side of the talk."""
-
-    def __init__(self, clock: FakeClock, num_ranks: int = 1, **options: Any) -> None:
-        self.stats = TransferStats()
-        self.clock = clock
-        self.pool: Any = FakeBlockPool(100)
-        self.producer = Producer(
-            ConnectorConfig(**options),
-            "engine-p",
-            "instance-p",
-            4000,
-            [16],
-            100,
-            num_ranks,
-            clock,
-            self.stats,
-        )
-        self.producer.bind_block_pool(self.pool)
-        self.producer.set_identity(make_fingerprint(), (make_endpoint(),))
-        (welcome,) = self.say(Hello(version=PROTOCOL_VERSION, fingerprint=FINGERPRINT))
-        assert isinstance(welcome, Welcome)
-        self.welcome = welcome
-
-    def finish(
-        self, request_id: str = "p", blocks: tuple[int, ...] = (4, 5, 6), **changes: Any
-    ) -> dict[str, Any] | None:
-        """vLLM ends a request: asks, then frees the request's own references, if it may."""
-        fields = {"status": "FINISHED_LENGTH_CAPPED", "params": dict(PREFILL), "prompt": PROMPT}
-        request = make_request(request_id, **{**fields, **changes})
-        self.pool.allocate(blocks)
-        is_delayed, params = self.producer.request_finished(request, [blocks])
-        assert not is_delayed, "vLLM would step without pause until the lease has ended"
-        self.pool.end_request(blocks)
-        return params
-
-    def ticket(self, request_id: str = "p", blocks: tuple[int, ...] = (4, 5, 6)) -> Ticket:
-        params = self.finish(request_id, blocks)
-        assert params is not None
-        return read_ticket(params)
-
-    def say(self, message: AnyMessage) -> list[Message]:
-        """As on the control thread, where vLLM's blocks must not change."""
-        before = self.pool.touched[:], self.pool.freed[:]
-        answers: list[Message] = []
-        self.producer.handle(message, answers.append)
-        assert (self.pool.touched, self.pool.freed) == before
-        return answers
-
-    def claim(self, ticket: Ticket, claim_id: int = 1, **changes: Any) -> list[Message]:
-        fields = {
-            "session": self.welcome.session,
-            "claim_id": claim_id,
-            "production": ticket.production,
-            "secret": ticket.secret,
-            "prompt_hash": ticket.prompt_hash,
-        }
-        return self.say(Claim(**{**fields, **changes}))
-
-    def drop(self, ticket: Ticket, claim_id: int = 1) -> list[Message]:
-        return self.say(
-            Drop(
-                session=self.welcome.session,
-                claim_id=claim_id,
-                production=ticket.production,
-                secret=ticket.secret,
-            )
-        )
-
-    def renew(self, *claim_ids: int) -> list[Message]:
-        return self.say(Renew(session=self.welcome.session, claim_ids=claim_ids))
-
-    def release(
-        self, ticket: Ticket, claim_id: int = 1, rank: int = 0, **changes: Any
-    ) -> list[Message]:
-        fields = {
-            "session": self.welcome.session,
-            "claim_id": claim_id,
-            "rank": rank,
-            "production": ticket.production,
-            "secret": ticket.secret,
-        }
-        return self.say(Release(**{**fields, **changes}))
-
-    def step(self) -> list[int]:
-        """What the scheduler does in a step; returns the blocks that vLLM got back in it."""
-        num_freed = len(self.pool.freed)
-        self.producer.free_ended()
-        freed: list[int] = self.pool.freed[num_freed:]
-        return freed
-
-    def message(self) -> StepMessage:
-        step = StepMessage()
-        self.producer.fill(step)
-        return step
-
-    def counts(self) -> dict[str, int]:
-        stats = self.stats.take()
-        return {} if stats is None else stats.data["counts"]
-
-
-def confirmed(is_held: bool, claim_id: int = 1, production: int = 1) -> list[Message]:
-    return [ReleaseAck(claim_id=claim_id, production=production, valid=is_held)]
-
-
-FINGERPRINT = raw_fingerprint(make_fingerprint())
 
 
 @pytest.fixture
@@ -240,140 +106,13 @@ class TestHandOver:
     def test_prompts_are_digested_once_and_only_when_asked_for(self, clock: FakeClock) -> None:
         prefiller = Prefiller(clock, kv_digest="/somewhere")
         prefiller.ticket()
-        assert prefiller.message().sent_prompts == [SentPrompt("p", ((4, 5, 6),))]
+        assert prefiller.message().sent_prompts == [SentPrompt("p", "p", ((4, 5, 6),))]
         assert prefiller.message().is_empty
 
     def test_prompt_that_is_not_handed_over_is_not_digested(self, clock: FakeClock) -> None:
         prefiller = Prefiller(clock, kv_digest="/somewhere")
         assert prefiller.finish(status="FINISHED_ABORTED") is None
         assert prefiller.message().is_empty
-
-
-class TestHello:
-    def test_welcome_names_session_instance_and_workers(self, prefiller: Prefiller) -> None:
-        assert prefiller.welcome.instance == "instance-p"
-        assert prefiller.welcome.workers == (make_endpoint(),)
-        (again,) = prefiller.say(Hello(version=PROTOCOL_VERSION, fingerprint=FINGERPRINT))
-        assert again == prefiller.welcome
-
-    def test_other_version_is_refused_before_its_fingerprint_is_read(
-        self, prefiller: Prefiller
-    ) -> None:
-        (answer,) = prefiller.say(Hello(version=9, fingerprint=raw_fingerprint(make_fingerprint())))
-        assert isinstance(answer, Reject)
-        assert "prefill server 1, decode server 9" in answer.reason
-
-    def test_difference_is_refused_with_both_values_and_sides(self, prefiller: Prefiller) -> None:
-        other = raw_fingerprint(make_fingerprint(dtype="float16"))
-        (answer,) = prefiller.say(Hello(version=PROTOCOL_VERSION, fingerprint=other))
-        assert isinstance(answer, Reject)
-        assert "dtype differs: local 'bfloat16', peer 'float16' (local is the prefill" in (
-            answer.reason
-        )
-
-    def test_unreadable_fingerprint_is_a_protocol_error(self, prefiller: Prefiller) -> None:
-        hello = Hello(version=PROTOCOL_VERSION, fingerprint=msgspec.Raw(b"\xc0"))
-        with pytest.raises(RemoteProtocolError):
-            prefiller.say(hello)
-
-    @pytest.mark.parametrize(
-        "message",
-        [
-            ReleaseAck(claim_id=1, production=1, valid=True),
-            Gone(claim_id=1, reason="x"),
-        ],
-    )
-    def test_message_for_somebody_else_is_a_protocol_error(
-        self, prefiller: Prefiller, message: AnyMessage
-    ) -> None:
-        with pytest.raises(RemoteProtocolError, match="is not for a prefill server"):
-            prefiller.say(message)
-
-
-class TestClaims:
-    def test_claim_is_granted_as_often_as_it_is_asked(self, prefiller: Prefiller) -> None:
-        ticket = prefiller.ticket()
-        grant = Grant(claim_id=1, block_ids=((4, 5, 6),))
-        assert prefiller.claim(ticket) == prefiller.claim(ticket) == [grant]
-
-    @pytest.mark.parametrize(
-        "changes", [{"secret": "guess"}, {"production": 7}, {"prompt_hash": "other"}], ids=str
-    )
-    def test_claim_without_proof_is_gone(
-        self, prefiller: Prefiller, changes: dict[str, Any]
-    ) -> None:
-        (answer,) = prefiller.claim(prefiller.ticket(), **changes)
-        assert isinstance(answer, Gone)
-        assert prefiller.step() == []
-
-    @pytest.mark.parametrize("make", ["claim", "drop", "renew", "release"])
-    def test_message_of_another_session_is_unknown_and_changes_nothing(
-        self, prefiller: Prefiller, make: str
-    ) -> None:
-        ticket = prefiller.ticket()
-        other = prefiller.welcome.session + 1
-        messages: dict[str, AnyMessage] = {
-            "claim": Claim(session=other, claim_id=1, production=1, secret="s", prompt_hash="h"),
-            "drop": Drop(session=other, claim_id=1, production=1, secret=ticket.secret),
-            "renew": Renew(session=other, claim_ids=(1,)),
-            "release": Release(
-                session=other, claim_id=1, rank=0, production=1, secret=ticket.secret
-            ),
-        }
-        prefiller.claim(ticket)
-        assert prefiller.say(messages[make]) == [Unknown(session=other)]
-        assert prefiller.step() == []
-
-    def test_drop_with_a_guessed_secret_ends_nothing(self, prefiller: Prefiller) -> None:
-        ticket = prefiller.ticket()
-        message = Drop(session=prefiller.welcome.session, claim_id=1, production=1, secret="guess")
-        assert prefiller.say(message) == []
-        assert prefiller.step() == []
-        assert prefiller.claim(ticket)
-
-
-class TestRelease:
-    def test_held_blocks_are_confirmed_as_often_as_it_is_asked(self, clock: FakeClock) -> None:
-        prefiller = Prefiller(clock, num_ranks=2)
-        ticket = prefiller.ticket()
-        prefiller.claim(ticket)
-        for _ in range(3):
-            assert prefiller.release(ticket, rank=0) == confirmed(True)
-        assert prefiller.step() == []
-
-    @pytest.mark.parametrize(
-        ("changes", "production"), [({"secret": "guess"}, 1), ({"production": 7}, 7)], ids=str
-    )
-    def test_release_without_proof_is_refused_and_ends_nothing(
-        self, prefiller: Prefiller, changes: dict[str, Any], production: int
-    ) -> None:
-        ticket = prefiller.ticket()
-        prefiller.claim(ticket)
-        answers = prefiller.release(ticket, **changes)
-        assert answers == confirmed(False, production=production)
-        assert prefiller.step() == []
-
-    def test_release_after_the_end_is_refused(self, prefiller: Prefiller) -> None:
-        ticket = prefiller.ticket()
-        prefiller.claim(ticket)
-        prefiller.drop(ticket)
-        assert prefiller.release(ticket) == confirmed(False)
-        prefiller.step()
-        assert prefiller.release(ticket) == confirmed(False)
-
-    def test_expired_lease_is_confirmed_until_its_blocks_are_given_back(
-        self, prefiller: Prefiller
-    ) -> None:
-        """The deadline frees nothing by itself: what D has read is still what P has computed."""
-        ticket = prefiller.ticket()
-        prefiller.claim(ticket)
-        prefiller.clock.advance(LEASE_S)
-        assert prefiller.release(ticket) == confirmed(True)
-        other = prefiller.ticket("other", (7, 8, 9))
-        prefiller.claim(other, 2)
-        prefiller.clock.advance(LEASE_S)
-        prefiller.step()
-        assert prefiller.release(other, 2) == confirmed(False, 2, 2)
 
 
 class TestEnd:
@@ -499,7 +238,7 @@ class HeldBlocks(RuleBasedStateMachine):
         """Without requests in vLLM nobody else has any; the pool counts each of them."""
         pool = self.prefiller.pool
         assert sum(pool.ref_counts(range(100))) == len(pool.touched) - len(pool.freed)
-        assert len(pool.in_use) == self.prefiller.producer._leases.num_held_blocks
+        assert len(pool.in_use) == self.prefiller.producer.leases.num_held_blocks
 
     def teardown(self) -> None:
         """Whatever happened, every block that was touched is given back once."""

@@ -47,7 +47,7 @@ TICKET = make_ticket()
 
 
 def make_session() -> ClientSession:
-    return ClientSession(ADDRESS, make_fingerprint())
+    return ClientSession(ADDRESS, make_fingerprint(), takes_push=True)
 
 
 def ready_session() -> ClientSession:
@@ -149,7 +149,7 @@ class TestReady:
     def test_grant_gives_blocks_and_workers_once(self) -> None:
         session = ready_session()
         outcomes = session.on_message(make_grant(1), 0.1).outcomes
-        assert outcomes == [Granted(1, 5, ((7, 8, 9),), (make_endpoint(),))]
+        assert outcomes == [Granted(1, 5, 1, SECRET, ((7, 8, 9),), (make_endpoint(),))]
         assert session.on_message(make_grant(1), 0.1).outcomes == []
 
     def test_gone_refuses_the_claim_once(self) -> None:

@@ -57,7 +57,7 @@ def d(make_rank: Callable[..., Rank]) -> Rank:
 
 class TestPull:
     def test_blocks_arrive_and_p_gets_its_own_back(self, p: Prefill, d: Rank) -> None:
-        d.step(pulls=[p.hold(1)])
+        d.step(jobs=[p.hold(1)])
         run(d, "d1")
         assert d.received == {"d1"}
         assert d.blocks() == [[0, 1, 2, 3, 102, 101, 6, 7]] * 2
@@ -71,7 +71,7 @@ class TestPull:
     ) -> None:
         job = p.hold(1)
         p.expire_leases()
-        d.step(pulls=[job])
+        d.step(jobs=[job])
         run(d, "d1")
         assert d.failed == {"d1"}
         assert d.worker.take_failed_blocks() == {4, 5}
@@ -83,7 +83,7 @@ class TestPull:
     ) -> None:
         faults = datadist.faults(p.rank.endpoint.cluster_id)
         faults.pull_gate = threading.Event()
-        d.step(pulls=[p.hold(1)])
+        d.step(jobs=[p.hold(1)])
         assert faults.pull_started.wait(PATIENCE_S)
         p.expire_leases()
         faults.pull_gate.set()
@@ -95,9 +95,9 @@ class TestPull:
     ) -> None:
         faults = datadist.faults(p.rank.endpoint.cluster_id)
         faults.pull_status, faults.num_pull_failures = LLMStatusCode.LLM_TIMEOUT, 1
-        d.step(pulls=[p.hold(1)])
+        d.step(jobs=[p.hold(1)])
         run(d, "d1")
-        d.step(pulls=[p.hold(2)])
+        d.step(jobs=[p.hold(2)])
         run(d, "d2")
         assert (d.failed, d.received) == ({"d1"}, {"d2"})
         assert "LLM_TIMEOUT" in d.report.failed["d1"]
@@ -107,12 +107,12 @@ class TestPull:
     ) -> None:
         job = p.hold(1)
         p.close()
-        d.step(pulls=[job])
+        d.step(jobs=[job])
         run(d, "d1")
         assert d.failed == {"d1"}
         successor = make_p(200)
         assert successor.rank.endpoint.cluster_id != job.workers[0].cluster_id
-        d.step(pulls=[successor.hold(2)])
+        d.step(jobs=[successor.hold(2)])
         run(d, "d2")
         assert d.blocks()[0][4:6] == [202, 201]
 
@@ -124,7 +124,7 @@ class TestPull:
         successor = make_p(200)
         successor.hold(1)
         job.control_address = ("127.0.0.1", successor.server.port)
-        d.step(pulls=[job])
+        d.step(jobs=[job])
         run(d, "d1")
         assert d.report.failed["d1"].startswith("release: P was restarted")
         assert successor.producer.num_leases == 1
@@ -134,7 +134,7 @@ class TestPull:
     ) -> None:
         other = make_p(200)
         gate = datadist.faults(p.rank.endpoint.cluster_id).pull_gate = threading.Event()
-        d.step(pulls=[p.hold(1), other.hold(2)])
+        d.step(jobs=[p.hold(1), other.hold(2)])
         run(d, "d2")
         assert d.reported == {"d2"}
         gate.set()
@@ -145,9 +145,9 @@ class TestPull:
     ) -> None:
         faults = datadist.faults(p.rank.endpoint.cluster_id)
         faults.pull_gate = threading.Event()
-        d.step(pulls=[p.hold(1)])
+        d.step(jobs=[p.hold(1)])
         assert faults.pull_started.wait(PATIENCE_S)
-        d.step(cancels=["d1"])
+        d.step(cancels={"d1": ""})
         for _ in range(5):
             d.step()
         assert not d.reported
@@ -167,7 +167,7 @@ class TestPull:
         assert d.worker._engine is not None
         monkeypatch.setattr(d.worker._engine, "record_fence", record)
         d.step()
-        d.step(pulls=[p.hold(1), p.hold(2)])
+        d.step(jobs=[p.hold(1), p.hold(2)])
         assert len(fences) == 1
         before = d.blocks()
         for _ in range(5):
@@ -179,25 +179,31 @@ class TestPull:
 
 
 class TestPrefillRank:
-    def test_p_rank_has_no_thread_of_the_connector(self, p: Prefill, d: Rank) -> None:
+    @pytest.mark.parametrize("push", [False, True])
+    def test_p_rank_has_at_most_a_thread_that_takes_reservations(
+        self, make_rank: Callable[..., Rank], d: Rank, push: bool
+    ) -> None:
         """Its engine answers pulls by itself, and its scheduler the releases."""
-        d.step(pulls=[p.hold(1)])
+        p = Prefill(make_rank("kv_producer", 100, push=push))
+        d.step(jobs=[p.hold(1)])
         run(d, "d1")
-        names = [thread.name for thread in threading.enumerate()]
-        peer = f"llmdd-peer-{p.rank.endpoint.cluster_id:x}"
-        assert [name for name in names if name.startswith("llmdd-")] == [peer]
+        names = {thread.name for thread in threading.enumerate()}
+        p.server.close()
+        expected = {f"llmdd-peer-{p.rank.endpoint.cluster_id:x}"}
+        expected |= {"llmdd-worker-control"} if push else set()
+        assert {name for name in names if name.startswith("llmdd-")} == expected
 
     def test_sent_prompts_are_digested_as_p_s_side(
         self, make_rank: Callable[..., Rank], tmp_path: Path
     ) -> None:
         rank = make_rank("kv_producer", 100, kv_digest=str(tmp_path))
-        rank.step(sent_prompts=[SentPrompt("p1", ((1, 2),))])
+        rank.step(sent_prompts=[SentPrompt("p1", "t1", ((1, 2),))])
         rank.worker.shutdown()
         (written,) = tmp_path.rglob("*.jsonl")
         lines = [json.loads(line) for line in written.read_text().splitlines()]
         assert [(line["side"], line["transfer_id"], line["layer"]) for line in lines] == [
-            ("send", "p1", "a"),
-            ("send", "p1", "b"),
+            ("send", "t1", "a"),
+            ("send", "t1", "b"),
         ]
         assert rank.worker.take_report() is None
 

@@ -216,7 +216,7 @@ class ClientSession:
         ]
         host, port = self.address
         stage = "handshake" if self.state is SessionState.OPENING else "claim"
-        reason = f"no answer from {host}:{port} to the {stage} in time"
+        reason = f"no answer from {host}:{port} in time"
         if self.state is SessionState.READY:
             # P may still grant what nobody waits for; without a drop its lease had to expire.
             for claim_id in late:
@@ -369,8 +369,11 @@ class ClientSession:
     def _refuse(self, claim_ids: list[int], stage: str, reason: str) -> Reaction:
         reaction = Reaction()
         for claim_id in claim_ids:
-            if self._claims.pop(claim_id, None) is not None:
-                reaction.outcomes.append(Refused(claim_id, stage, reason))
+            claim = self._claims.pop(claim_id, None)
+            if claim is None:
+                continue
+            announced = stage == "claim" and isinstance(claim.ticket, Appointment)
+            reaction.outcomes.append(Refused(claim_id, "announce" if announced else stage, reason))
         return reaction
 
     def _end(self, state: SessionState, stage: str, reason: str) -> Reaction:

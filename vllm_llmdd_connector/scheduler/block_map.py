@@ -126,7 +126,7 @@ def _map_group(
     if len(src_ids) < last:
         raise TransferError(
             f"KV cache group {index} needs blocks [{first}, {last}) of the prompt, "
-            f"but the peer has {len(src_ids)}"
+            f"but the peer has {len(src_ids)} and this server {len(dst_ids)}"
         )
     src = list(src_ids[first:last])
     if NULL_BLOCK in src:

@@ -114,17 +114,21 @@ class HandoverTable:
         return self._by_request.get(request_id)
 
     def announce(self, message: Announce, reply: Reply, now_s: float) -> Handover | None:
-        """A D waits for this transfer. Returns its handover unless the table is full."""
+        """A D waits for this transfer. Returns its handover, or None if D is not taken on."""
         handover = self._by_transfer.get(message.transfer_id)
+        if self._by_claim.get(message.claim_id, handover) is not handover:
+            return None
+        if handover is not None and handover.lease is not None and handover.lease.end is not None:
+            # The next step gives its blocks back, and the workers forget it.
+            reason = "the prefill server no longer holds these blocks (released or expired)"
+            reply(Gone(claim_id=message.claim_id, reason=reason))
+            return None
         if handover is None:
             self.sweep(now_s)
             if len(self._by_transfer) >= MAX_HANDOVERS:
                 return None
             handover = Handover(message.transfer_id, HandoverState.AWAITED, now_s)
             self._by_transfer[message.transfer_id] = handover
-        known = self._by_claim.get(message.claim_id)
-        if known is not None and known is not handover:
-            return None
         suitor = handover.suitors.get(message.claim_id)
         if suitor is None:
             if len(handover.suitors) >= MAX_SUITORS:

@@ -37,9 +37,18 @@ from vllm_llmdd_connector.worker.backend import Fence
 from vllm_llmdd_connector.worker.completion import Completions
 from vllm_llmdd_connector.worker.digest import DigestLog
 from vllm_llmdd_connector.worker.receive import Receive, Receiver, ReserveEngine
-from vllm_llmdd_connector.worker.releases import RESEND_S, PendingRelease, Releases
+from vllm_llmdd_connector.worker.releases import RESEND_S, Answer, PendingRelease, Releases
 
 logger = get_logger(__name__)
+
+_NOT_HELD = {
+    Answer.GIVEN_UP: (
+        "P had given the blocks up before they were read (its lease expired); raise lease_s or "
+        "reduce D's queue"
+    ),
+    Answer.RESTARTED: "P was restarted while its blocks were read",
+    Answer.NONE: "P did not confirm in time that it still held the blocks",
+}
 
 
 class PeerEngine(ReserveEngine, Protocol):
@@ -296,21 +305,12 @@ class PeerThread:
                 )
         self._context.stats.observe("pull_seconds", time.monotonic() - started_s)
 
-    def _on_pull_confirmed(
-        self, transfer: _Transfer, released_s: float, was_held: bool | None
-    ) -> None:
-        if was_held is None:
-            reason = "P did not confirm in time that it still held the blocks"
-        elif not was_held:
-            reason = (
-                "P had given the blocks up before they were read (its lease expired, or it was "
-                "restarted); raise lease_s or reduce D's queue"
-            )
-        else:
+    def _on_pull_confirmed(self, transfer: _Transfer, released_s: float, answer: Answer) -> None:
+        if answer is Answer.HELD:
             self._context.stats.observe("release_seconds", time.monotonic() - released_s)
             self._succeed(transfer)
-            return
-        self._fail(transfer, "release", reason)
+        else:
+            self._fail(transfer, "release", _NOT_HELD[answer])
 
     # Push: D reserves, P sends and confirms, D lets P use its blocks again.
 
@@ -351,7 +351,7 @@ class PeerThread:
         production: int,
         secret: str,
         deadline_s: float,
-        on_answer: Callable[[bool | None], None],
+        on_answer: Callable[[Answer], None],
         dialer: Dialer,
     ) -> None:
         self._context.trace.event("release", **_names_of(job))
@@ -439,6 +439,6 @@ def _names_of(job: Job) -> dict[str, Any]:
     return {"transfer": job.transfer_id, "request": job.request_id}
 
 
-def _log_late_release(request_id: str, was_held: bool | None) -> None:
-    if was_held is None:
+def _log_late_release(request_id: str, answer: Answer) -> None:
+    if answer is Answer.NONE:
         logger.debug("request %s: P did not answer its release", request_id)

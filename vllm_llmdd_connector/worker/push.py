@@ -122,7 +122,7 @@ class Pusher:
             if self._events.is_running:
                 # The last forward did not reach its end: what it should have computed is unknown.
                 for reservation in self._plan.void_step(self._events.generation):
-                    self._fail(reservation, "the forward that computes it did not end")
+                    self._tell_failed(reservation, "the forward that computes it did not end")
             self._events.begin()
             for chunk in chunks:
                 for order in self._plan.advance(chunk, self._events.generation):
@@ -206,11 +206,11 @@ class Pusher:
                 order.dst_positions,
             )
         except TransferError as error:
-            self._fail(reservation, str(error))
+            self._tell_failed(reservation, str(error))
             return False
         return True
 
-    def _fail(self, reservation: Reservation, reason: str) -> None:
+    def _tell_failed(self, reservation: Reservation, reason: str) -> None:
         if reservation.is_over:
             return
         reservation.is_over = True
@@ -238,7 +238,7 @@ class Pusher:
                 self._plan.cancel(reservation.message.transfer_id, reservation.message.reservation)
                 return
             if status != "LLM_SUCCESS":
-                self._fail(reservation, f"transfer_cache_async ended with {status}")
+                self._tell_failed(reservation, f"transfer_cache_async ended with {status}")
                 return
             reservation.num_bytes += piece.num_bytes
             order.num_left -= 1

@@ -75,6 +75,8 @@ class _Prefill:
     starts: list[int]
     """Per group, number of blocks that were whole before it."""
     generation: int
+    is_lost: bool = False
+    """A step that should have computed blocks of it never ended: nothing more is sent."""
     reservations: dict[int, Reservation] = field(default_factory=dict)
 
 
@@ -158,13 +160,12 @@ class PushPlan:
 
     def void_step(self, generation: int) -> list[Reservation]:
         """A step never ended. Returns the reservations that wait for what it should compute."""
-        return [
-            reservation
-            for prefill in list(self._by_transfer.values())
-            if prefill.generation == generation
-            for reservation in prefill.reservations.values()
-            if not reservation.is_over
-        ]
+        lost: list[Reservation] = []
+        for prefill in self._by_transfer.values():
+            if prefill.generation == generation:
+                prefill.is_lost = True
+                lost.extend(r for r in prefill.reservations.values() if not r.is_over)
+        return lost
 
     def is_done(self, reservation: Reservation) -> bool:
         """Whether all of it has arrived while the production was valid."""
@@ -201,7 +202,7 @@ class PushPlan:
 
     def _orders(self, prefill: _Prefill, reservation: Reservation) -> Iterator[Order]:
         """What has become possible: blocks of earlier steps apart from those of the last one."""
-        if reservation.is_over:
+        if reservation.is_over or prefill.is_lost:
             return
         for group, span in enumerate(reservation.message.spans):
             start, end = prefill.starts[group], prefill.ends[group]

@@ -7,6 +7,7 @@ the blocks again.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import Enum
 
 from vllm_llmdd_connector.control.channel import Dialer
 from vllm_llmdd_connector.control.messages import Release, ReleaseAck
@@ -15,14 +16,24 @@ RESEND_S = 1.0
 """A release without an answer is sent again after this long; P answers each the same."""
 
 
+class Answer(Enum):
+    """What P says of the blocks that were read."""
+
+    HELD = "held"
+    GIVEN_UP = "given up"
+    RESTARTED = "restarted"
+    """P does not know the session: another process has taken its address."""
+    NONE = "none"
+    """Nothing, in time."""
+
+
 @dataclass(slots=True)
 class PendingRelease:
     """One release without an answer so far."""
 
     message: Release
     deadline_s: float
-    on_answer: Callable[[bool | None], None]
-    """Told whether the blocks were held; None when there was no answer in time."""
+    on_answer: Callable[[Answer], None]
     sent_s: float = 0.0
 
 
@@ -43,21 +54,21 @@ class Releases:
         release = self._pending.get(ack.claim_id)
         if release is not None and release.message.production == ack.production:
             del self._pending[ack.claim_id]
-            release.on_answer(ack.valid)
+            release.on_answer(Answer.HELD if ack.valid else Answer.GIVEN_UP)
 
     def end_session(self, session: int) -> None:
         """P does not know this session any more: it was restarted."""
         for claim_id, release in list(self._pending.items()):
             if release.message.session == session:
                 del self._pending[claim_id]
-                release.on_answer(False)
+                release.on_answer(Answer.RESTARTED)
 
     def check(self, dialer: Dialer, now_s: float) -> None:
         """Repeat what may have been lost; give up what is too late."""
         for claim_id, release in list(self._pending.items()):
             if now_s >= release.deadline_s:
                 del self._pending[claim_id]
-                release.on_answer(None)
+                release.on_answer(Answer.NONE)
             elif now_s - release.sent_s >= RESEND_S:
                 self._send(release, dialer, now_s)
 
