@@ -23,6 +23,7 @@ from client import Reply, RequestError, ask, read_metrics, tokenize
 from rich.console import Console
 from rich.table import Table
 from servers import ProxySpec, ServerError, Servers, ServerSpec, raise_on_terminate
+from traces import show_traces
 from verdict import Expected, check_digests, check_tokens, read_digests
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -174,6 +175,7 @@ def _spec(name: str, role: str, model: Model, digests: Path) -> ServerSpec:
         "kv_load_failure_policy": "fail",  # a failed transfer must be seen here, not repaired
         "kv_connector_extra_config": {"kv_digest": str(digests)},
     }
+    config["kv_connector_extra_config"]["trace_dir"] = str(digests.parent / "traces")
     arguments = ("--max-model-len", "4096")
     return ServerSpec(name, Path(model.name), config, arguments=arguments, dtype=model.dtype)
 
@@ -207,6 +209,7 @@ def main() -> int:
     work: Path = arguments.work_dir
     raise_on_terminate()
     shutil.rmtree(work / "digests", ignore_errors=True)
+    shutil.rmtree(work / "traces", ignore_errors=True)
     begin = time.monotonic()
     try:
         with Servers(work, lambda line: console.print(f"  {line}", style="dim")) as servers:
@@ -218,6 +221,7 @@ def main() -> int:
         console.print(str(error), style="red", markup=False)
         return 2
     show(rows)
+    show_traces(work / "traces", console)
     wrong = sum(bool(row.problems) for row in rows)
     console.print(
         f"{len(rows) - wrong} of {len(rows)} prompts right: KV digests of P and D, tokens and "

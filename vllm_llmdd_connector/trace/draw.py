@@ -21,6 +21,8 @@ from vllm_llmdd_connector.trace.summary import number, percent, summarize
 MAX_REQUESTS = 8
 """Of one picture; more could not be read."""
 
+_STRIP = 0.13
+"""Height of one of D's moments' names, as a share of the layers' height."""
 _COMPUTED, _EARLY, _LATE, _EXPOSED = "#4c72b0", "#55a868", "#dd8452", "#c44e52"
 _MOMENTS = {
     "admitted": "request at D",
@@ -69,11 +71,12 @@ def _draw_request(request: Request, p_lane: Axes, d_lane: Axes) -> None:
         lane.set_xlim(*limits)
         lane.set_ylim(len(layers) - 0.4, -0.6)
         lane.set_ylabel(f"{side}: layer", fontsize=11)
+        lane.set_yticks(range(0, len(layers), -(-len(layers) // 6) or 1))
         lane.grid(axis="x", color="0.9")
         lane.set_axisbelow(True)
     p_lane.tick_params(labelbottom=False)
     d_lane.set_xlabel("ms since P began to compute the prompt", fontsize=10)
-    _draw_moments(request, d_lane, zero_ns, limits)
+    _draw_moments(request, d_lane, len(layers), zero_ns, limits)
     _draw_exposed(request, (p_lane, d_lane), zero_ns)
     summary = summarize(request)
     p_lane.set_title(
@@ -113,26 +116,30 @@ def _draw_copies(request: Request, lane: Axes, layers: dict[Layer, int], zero_ns
             )
 
 
-def _draw_moments(request: Request, lane: Axes, zero_ns: int, limits: tuple[float, float]) -> None:
-    """D's moments as lines, their names one below the other so that none covers another."""
-    found = [
-        (request.moments[name], text) for name, text in _MOMENTS.items() if name in request.moments
-    ]
+def _draw_moments(
+    request: Request, lane: Axes, num_layers: int, zero_ns: int, limits: tuple[float, float]
+) -> None:
+    """D's moments as lines, their names in a strip of their own below the layers."""
+    found = sorted(
+        (_ms(request.moments[name], zero_ns), text)
+        for name, text in _MOMENTS.items()
+        if name in request.moments
+    )
+    row = max(num_layers, 1) * _STRIP
+    lane.set_ylim(num_layers - 0.4 + row * (len(found) + 0.3), -0.6)
     middle = sum(limits) / 2
-    for index, (at_ns, text) in enumerate(sorted(found)):
-        at_ms = _ms(at_ns, zero_ns)
+    for index, (at_ms, text) in enumerate(found):
         lane.axvline(at_ms, color="0.35", linewidth=0.9, linestyle=":")
-        is_left = at_ms > middle
+        is_right = at_ms > middle
         lane.annotate(
             f"{text} {at_ms:.2f}",
-            (at_ms, (index + 0.7) / (len(found) + 0.4)),
-            xycoords=("data", "axes fraction"),
-            xytext=(-4 if is_left else 4, 0),
+            (at_ms, num_layers - 0.4 + row * (index + 0.6)),
+            xytext=(-4 if is_right else 4, 0),
             textcoords="offset points",
-            ha="right" if is_left else "left",
+            ha="right" if is_right else "left",
             va="center",
             fontsize=9,
-            bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.75, "pad": 1},
+            annotation_clip=True,
         )
 
 
@@ -147,11 +154,13 @@ def _draw_exposed(request: Request, lanes: Sequence[Axes], zero_ns: int) -> None
 
 
 def _limits(request: Request, zero_ns: int) -> tuple[float, float]:
-    """From P's first work to D's first decode step; what came long before is left out."""
+    """From P's first work to D's first decode step, with what came shortly before."""
     ends = [step.end_ns for step in request.steps] + [copy.end_ns for copy in request.copies]
-    ends += request.moments.values()
-    end_ms = _ms(max(ends), zero_ns)
-    return -0.08 * end_ms - 0.01, 1.04 * end_ms + 0.01
+    end_ms = _ms(max([*ends, *request.moments.values()]), zero_ns)
+    begin_ms = min((_ms(at_ns, zero_ns) for at_ns in request.moments.values()), default=0.0)
+    begin_ms = max(-0.35 * end_ms, min(0.0, begin_ms))
+    margin = 0.03 * (end_ms - begin_ms) + 0.01
+    return begin_ms - margin, end_ms + margin
 
 
 def _ms(at_ns: int, zero_ns: int) -> float:
