@@ -33,7 +33,9 @@ def show_traces(folder: Path, console: Console) -> None:
         "exposed: P's last layer computed, to D has it": [
             f"{number(flow.exposed_ms)} ms" for flow in flows
         ],
-        "overlap: bytes at D before P's last layer": [percent(flow.overlap_share) for flow in flows],
+        "overlap: bytes at D before P's last layer": [
+            percent(flow.overlap_share) for flow in flows
+        ],
         "first byte sent to last byte there": [f"{number(flow.copy_ms)} ms" for flow in flows],
         "reserved (or pull begun) to first decode step": [
             f"{number(flow.reserve_to_decode_ms)} ms" for flow in flows

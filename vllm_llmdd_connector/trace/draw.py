@@ -6,6 +6,7 @@ from the start of its push, or of the pull, to its arrival.
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 
@@ -23,6 +24,8 @@ MAX_REQUESTS = 8
 
 _STRIP = 0.13
 """Height of one of D's moments' names, as a share of the layers' height."""
+_BAR: dict[str, Any] = {"height": 0.8, "linewidth": 0.8, "edgecolor": "face"}
+"""The edge keeps a bar visible that is shorter than a pixel."""
 _COMPUTED, _EARLY, _LATE, _EXPOSED = "#4c72b0", "#55a868", "#dd8452", "#c44e52"
 _MOMENTS = {
     "admitted": "request at D",
@@ -97,7 +100,7 @@ def _draw_steps(request: Request, lane: Axes, layers: dict[Layer, int], zero_ns:
                 _ms(at_ns, before_ns),
                 left=_ms(before_ns, zero_ns),
                 color=_COMPUTED,
-                height=0.8,
+                **_BAR,
             )
             before_ns = at_ns
 
@@ -112,7 +115,7 @@ def _draw_copies(request: Request, lane: Axes, layers: dict[Layer, int], zero_ns
                 _ms(copy.end_ns, copy.begin_ns),
                 left=_ms(copy.begin_ns, zero_ns),
                 color=_EARLY if is_early else _LATE,
-                height=0.8,
+                **_BAR,
             )
 
 
