@@ -103,6 +103,8 @@ class ProducerControl:
                 instance=self._instance,
                 workers=self._workers,
                 lease_s=self._config.lease_s,
+                hello_sent_s=message.sent_s,
+                clock_s=self._clock(),
             )
         self._stats.count_failure("handshake")
         if problem not in self._logged_refusals and len(self._logged_refusals) < MAX_LOGGED:
@@ -165,31 +167,29 @@ class ProducerControl:
 
     def _released(self, message: Release) -> Message:
         leases = self._producer.leases
-        secret, claim_id, rank = message.secret, message.claim_id, message.rank
-        is_held = leases.release(message.production, secret, claim_id, rank)
+        is_held = leases.release(message.production, message.secret, message.claim_id, message.rank)
         if not is_held:
-            is_held = self._released_by_push(message)
-        elif not leases.has_claim(claim_id):
+            self._note_pushed(message)
+        elif not leases.has_claim(message.claim_id):
             # All ranks have it: should the prompt be preempted, this D needs no lease again.
-            self._producer.handovers.drop(secret, claim_id)
+            self._producer.handovers.drop(message.secret, message.claim_id)
         return ReleaseAck(claim_id=message.claim_id, production=message.production, valid=is_held)
 
-    def _released_by_push(self, message: Release) -> bool:
-        """A rank was sent all it wants before there was a lease, or before a preemption.
+    def _note_pushed(self, message: Release) -> None:
+        """A rank was perhaps sent all it wants before there was a lease, or before a preemption.
 
-        It will not ask for the next computation, so a lease of that does not wait for it.
+        It will not ask for the next computation, so a lease of that does not wait for it. The
+        answer stays that this production is not held: a push was confirmed by its ``Done``, and a
+        pull from an ended lease must not pass for one of a later request with the same transfer id.
         """
         leases = self._producer.leases
         handover = self._producer.handovers.release(
             message.secret, message.claim_id, message.rank, leases.num_ranks
         )
-        if handover is None:
-            return False
-        if handover.lease is None:
-            return True
-        return leases.release(
-            handover.lease.production, message.secret, message.claim_id, message.rank
-        )
+        if handover is not None and handover.lease is not None:
+            leases.release(
+                handover.lease.production, message.secret, message.claim_id, message.rank
+            )
 
 
 def _grant(claim_id: int, lease: Lease) -> Grant:
