@@ -36,4 +36,5 @@ def make_request(
             for modality, identifier, offset, length in media
         ],
         abort_immediately=abort_immediately,
+        num_preemptions=0,
     )

@@ -146,6 +146,27 @@ class TestPreemption:
         assert resumed.chunks == [chunk((8, 9, 10), 40, production=8)]
         assert [p.production for p in resumed.completed] == [8]
 
+    def test_preemption_that_vllm_does_not_name_is_seen_by_its_count(self) -> None:
+        """A reset of the prefix cache gave the blocks to others, and a D was sent their bytes."""
+        follower, counts = Follower(), [0]
+        follower.steps.follow("r", "t", 40, lambda: counts[0])
+        follower.new([4, 5], 20)
+        assert follower.go_on([6], 10, 20).voided == []
+        counts[0] += 1
+        lost = follower.seen(num_scheduled={})
+        assert [(p.request_id, production) for p, production in lost.voided] == [("r", 7)]
+        assert follower.seen(num_scheduled={}).voided == []
+        assert follower.go_on([8, 9, 10], 40, 0).chunks == [chunk((8, 9, 10), 40, production=8)]
+
+    def test_preempted_and_resumed_in_one_step(self) -> None:
+        follower, counts = Follower(), [0]
+        follower.steps.follow("r", "t", 40, lambda: counts[0])
+        follower.new([4, 5, 6], 40)
+        counts[0] += 1
+        step = follower.go_on([8, 9, 10], 40, 0)
+        assert [production for _, production in step.voided] == [7]
+        assert step.chunks == [chunk((8, 9, 10), 40, production=8)]
+
     def test_prompt_that_was_computed_is_computed_anew(self, follower: Follower) -> None:
         follower.new([4, 5, 6], 40)
         follower.go_on([7], 1, 40)

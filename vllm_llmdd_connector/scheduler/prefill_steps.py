@@ -25,6 +25,10 @@ class Prefill:
     request_id: str
     transfer_id: str
     num_tokens: int
+    count_preemptions: Callable[[], int]
+    """vLLM's own count for the request."""
+    num_preemptions: int = 0
+    """The count when it was last looked at."""
     production: int = 0
     """0 until it is first scheduled, and after a preemption until it is resumed."""
     block_ids: list[list[int]] = field(default_factory=list)
@@ -57,12 +61,22 @@ class PrefillSteps:
         self._block_sizes = tuple(block_sizes)
         self._select_groups = select_groups
         self._prefills: dict[str, Prefill] = {}
+        self._begun: dict[str, Prefill] = {}
+        """Those of them that have a production."""
 
-    def follow(self, request_id: str, transfer_id: str, num_tokens: int) -> None:
+    def follow(
+        self,
+        request_id: str,
+        transfer_id: str,
+        num_tokens: int,
+        count_preemptions: Callable[[], int] = lambda: 0,
+    ) -> None:
         """From before the request is first scheduled until ``forget``."""
-        self._prefills[request_id] = Prefill(request_id, transfer_id, num_tokens)
+        prefill = Prefill(request_id, transfer_id, num_tokens, count_preemptions)
+        self._prefills[request_id] = prefill
 
     def forget(self, request_id: str) -> Prefill | None:
+        self._begun.pop(request_id, None)
         return self._prefills.pop(request_id, None)
 
     def observe(
@@ -72,15 +86,16 @@ class PrefillSteps:
         if not self._prefills:
             return None
         step = StepPrefills()
-        for request_id in output.preempted_req_ids or ():
-            prefill = self._prefills.get(request_id)
-            if prefill is not None and prefill.production:
-                step.voided.append((prefill, prefill.production))
-                prefill.production = 0
-                prefill.is_computed = False
+        for prefill in self._preempted(output):
+            step.voided.append((prefill, prefill.production))
+            prefill.production = 0
+            prefill.is_computed = False
+            del self._begun[prefill.request_id]
         for prefill, block_ids, num_computed in self._scheduled(output):
             if not prefill.production:
                 prefill.production = new_production()
+                prefill.num_preemptions = prefill.count_preemptions()
+                self._begun[prefill.request_id] = prefill
                 prefill.block_ids = [[] for _ in self._block_sizes]
                 prefill.num_told = [0] * len(self._block_sizes)
             for ids, new in zip(prefill.block_ids, block_ids, strict=True):
@@ -89,6 +104,19 @@ class PrefillSteps:
                 end = num_computed + output.num_scheduled_tokens[prefill.request_id]
                 self._advance(prefill, min(end, prefill.num_tokens), step)
         return step
+
+    def _preempted(self, output: "SchedulerOutput") -> list[Prefill]:
+        """Those that have lost what was computed of them.
+
+        ``preempted_req_ids`` alone does not tell: before vLLM 0.30 it leaves out the requests that
+        ``reset_prefix_cache`` preempts between two steps, whose blocks others get at once.
+        """
+        named = output.preempted_req_ids or ()
+        return [
+            prefill
+            for prefill in self._begun.values()
+            if prefill.request_id in named or prefill.count_preemptions() != prefill.num_preemptions
+        ]
 
     def _scheduled(self, output: "SchedulerOutput") -> Iterator[tuple[Prefill, BlockIds, int]]:
         """The followed requests of the step, with the blocks that are new and the tokens before

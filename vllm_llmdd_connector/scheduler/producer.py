@@ -128,7 +128,12 @@ class Producer:
                 request.request_id, f"transfer id {transfer_id} is in use for another request"
             )
             return
-        self._prefills.follow(request.request_id, transfer_id, request.num_prompt_tokens)
+        self._prefills.follow(
+            request.request_id,
+            transfer_id,
+            request.num_prompt_tokens,
+            lambda: int(request.num_preemptions),
+        )
 
     def must_wait(self, request: "Request") -> bool:
         """Whether vLLM is to compute others before this prompt, because no D has blocks for it."""
