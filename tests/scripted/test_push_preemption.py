@@ -71,10 +71,10 @@ class TestPreemptedAtP:
         pair.p.preempt(at_p)
         request = pair.p.request(at_p)
         pair.p.scheduler.waiting.remove(request)
-        other = pair.p.add_request(prompt_of(127, 9), max_tokens=1)
-        pair.p.step()
+        other = pair.p.add_request(prompt_of(120, 9), max_tokens=2)
+        for _ in range(2):
+            pair.p.step()
         assert set(table) & set(pair.p.block_ids(other)[0])
-        pair.p.step()
         faults.gate.set()
         pair.p.scheduler.waiting.prepend_request(request)
         assert pair.is_right(prompt, pair.run(request_id)[0])
