@@ -13,8 +13,9 @@ PYTHON_SOURCES := vllm_llmdd_connector examples tests benchmarks tools
 NATIVE_SOURCES = $(shell find csrc tests/native -name '*.cpp' -o -name '*.h' 2>/dev/null)
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
+FUZZ_SECONDS ?= 300
 
-.PHONY: help setup setup-tests demo test test-fast lint format asan bench clean distclean
+.PHONY: help setup setup-tests demo test test-fast lint format asan tsan fuzz cycles bench clean distclean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -52,9 +53,21 @@ format: ## rewrite the sources in the project's format
 	$(BIN)/ruff format $(PYTHON_SOURCES)
 	@[ -z "$(NATIVE_SOURCES)" ] || $(BIN)/clang-format -i $(NATIVE_SOURCES)
 
-asan: ## the native tests under AddressSanitizer and UBSan (3 min)
+asan: ## mutated inputs, then the native tests, under AddressSanitizer and UBSan (4 min)
 	@$(SETUP) env project
 	@PATH="$(CURDIR)/$(BIN):$$PATH" $(CURDIR)/$(BIN)/python tests/native/run_sanitized.py
+
+tsan: ## threads of the engine against each other under ThreadSanitizer (2 min)
+	@$(SETUP) env project
+	@$(BIN)/python tests/native/run_races.py
+
+fuzz: ## new random inputs for FUZZ_SECONDS: mutated messages under ASan, calls against a model (5 min)
+	@$(SETUP) env project
+	@$(BIN)/python tests/native/run_fuzz.py $(FUZZ_SECONDS)
+
+cycles: ## 10,000 times allocate, link, pull, unlink, free: nothing may be left (1 min)
+	@$(SETUP) env project
+	@LLMDD_CYCLES=10000 $(BIN)/python -m pytest -q --timeout 1800 tests/contract/test_cycles.py
 
 bench: ## the benchmarks: JSON lines on stdout, tables on stderr (10 min)
 	@$(SETUP) env project bench >&2

@@ -125,7 +125,8 @@ PushReceiver::Plan PushReceiver::plan_by_key(const Push& push,
   if (!remote_access_) invalid("a push by key needs enable_remote_cache_accessible = True");
   CacheRef cache_only = push.target;
   cache_only.row = 0;  // a row beyond the cache is another error than a missing cache
-  std::shared_ptr<Cache> cache = caches_.find(cache_only).cache;
+  // Found once more by id: what is deallocated stays for its keys, to be read only.
+  std::shared_ptr<Cache> cache = caches_.get(caches_.find(cache_only).cache->id);
   const CacheLayout& layout = cache->layout;
   if (!layout.remote_accessible) invalid("the destination cache is not remote accessible");
   if (reservation != nullptr && (reservation->cache != cache || !push.to_blocks)) {

@@ -37,8 +37,9 @@ void Service::answer(Link& link, const Frame& request) {
 }
 
 void Service::resolve(Link& link, const Frame& request) {
-  FoundRow found = caches_.find(Resolve::decode(request.payload).ref);
-  link.reply(MessageType::kResolved, request.call_id, describe(found).encode());
+  // The row is let go before the peer is answered: its memory may be given back right after.
+  Bytes answer = describe(caches_.find(Resolve::decode(request.payload).ref)).encode();
+  link.reply(MessageType::kResolved, request.call_id, answer);
 }
 
 // The puller's bytes count only if the cache and its key existed all the time. In message mode the

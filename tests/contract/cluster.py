@@ -15,6 +15,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from contract.bulk import BulkMethods
+
 HOST_ENGINE = "vllm_llmdd_connector.datadist"
 
 
@@ -27,7 +29,7 @@ class Tensor:
     """Private memory with a fixed address."""
 
     def __init__(self, size: int) -> None:
-        self._map = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self._map = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self._view = ctypes.c_char.from_buffer(self._map)
         self.addr = ctypes.addressof(self._view)
 
@@ -58,7 +60,7 @@ class Window:
         return self.read()[offset]
 
 
-class Cluster:
+class Cluster(BulkMethods):
     """An initialised `LLMDataDist` of the engine `api` (a module name)."""
 
     def __init__(

@@ -7,8 +7,10 @@ from typing import Any
 from vllm_llmdd_connector.control.fingerprint import Fingerprint
 from vllm_llmdd_connector.control.messages import (
     PROTOCOL_VERSION,
+    Admitted,
     Gone,
     Grant,
+    Queued,
     Welcome,
     WorkerEndpoint,
 )
@@ -113,6 +115,14 @@ def make_grant(
 ) -> Grant:
     fields = {"production": 1, "secret": SECRET}
     return Grant(claim_id=claim_id, block_ids=block_ids, **{**fields, **changes})
+
+
+def make_queued(claim_id: int) -> Queued:
+    return Queued(claim_id=claim_id)
+
+
+def make_admitted(claim_id: int) -> Admitted:
+    return Admitted(claim_id=claim_id)
 
 
 def make_gone(claim_id: int) -> Gone:

@@ -77,12 +77,17 @@ class ReleasePeer:
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self.port = self._socket.bind_to_random_port("tcp://127.0.0.1")
+        self.worker_port = self.port
+        """Of the rank that takes reservations, if the test has one."""
         self._senders: dict[int, bytes] = {}
 
     @property
     def endpoint(self) -> WorkerEndpoint:
         return WorkerEndpoint(
-            cluster_id=self.cluster_id, host="127.0.0.1", engine_port=1, control_port=self.port
+            cluster_id=self.cluster_id,
+            host="127.0.0.1",
+            engine_port=1,
+            control_port=self.worker_port,
         )
 
     @property

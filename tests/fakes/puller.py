@@ -8,9 +8,9 @@ from fakes.clock import wait_for
 from fakes.pull_peer import FakePullEngine, ReleasePeer
 from vllm_llmdd_connector.config import ConnectorConfig
 from vllm_llmdd_connector.layout.kv_layout import CachePlan, Region
-from vllm_llmdd_connector.metadata import PullJob
+from vllm_llmdd_connector.metadata import PullJob, ReceiveJob
 from vllm_llmdd_connector.metrics import TransferStats
-from vllm_llmdd_connector.scheduler.block_map import GroupBlocks
+from vllm_llmdd_connector.scheduler.block_map import GroupBlocks, WantedBlocks
 from vllm_llmdd_connector.worker.completion import Completions
 from vllm_llmdd_connector.worker.peer import PeerContext, PeerThread
 
@@ -55,6 +55,13 @@ class Puller:
     def submit(self, claim_id: int, **changes: object) -> str:
         """Expect and queue one job; returns its request id."""
         job = make_job(claim_id, **changes)
+        self.completions.expect(job.request_id, job.loaded_blocks)
+        assert self.thread.submit(job)
+        return job.request_id
+
+    def submit_receive(self, claim_id: int, **changes: object) -> str:
+        """As ``submit``, for blocks that P pushes."""
+        job = make_receive_job(claim_id, **changes)
         self.completions.expect(job.request_id, job.loaded_blocks)
         assert self.thread.submit(job)
         return job.request_id
@@ -115,3 +122,18 @@ def make_job(claim_id: int, **changes: object) -> PullJob:
         "timeout_s": 60.0,
     }
     return PullJob(**{**fields, **changes})  # type: ignore[arg-type]
+
+
+def make_receive_job(claim_id: int, **changes: object) -> ReceiveJob:
+    fields: dict[str, object] = {
+        "request_id": f"request{claim_id}",
+        "transfer_id": f"transfer{claim_id}",
+        "claim_id": claim_id,
+        "control_address": ("127.0.0.1", 1),
+        "session": 5,
+        "workers": (),
+        "groups": [WantedBlocks([5, 6], 0), WantedBlocks([], 0)],
+        "loaded_blocks": [5, 6],
+        "timeout_s": 60.0,
+    }
+    return ReceiveJob(**{**fields, **changes})  # type: ignore[arg-type]

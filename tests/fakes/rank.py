@@ -136,8 +136,9 @@ class Prefill:
     def hold(self, claim_id: int) -> PullJob:
         """Finish a prompt and claim it; returns the order to fetch it into blocks 5 and 4."""
         request_id = f"p{claim_id}"
-        params = {"do_remote_decode": True}
-        request = make_request(request_id, PROMPT, params, status="FINISHED_STOPPED")
+        request = make_request(
+            request_id, PROMPT, {"do_remote_decode": True}, status="FINISHED_STOPPED"
+        )
         self.pool.allocate((1, 2))
         _, params = self.producer.request_finished(request, [[1, 2]])
         self.pool.end_request((1, 2))

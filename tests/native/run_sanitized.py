@@ -1,4 +1,5 @@
-"""Build the engine with AddressSanitizer and UBSan, and run its tests once under them.
+"""Build the engine with AddressSanitizer and UBSan, and run its tests once under them: the mutation
+driver for a moment, then those in Python.
 
     python tests/native/run_sanitized.py [pytest arguments]
 
@@ -14,13 +15,16 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-BUILD = ROOT / "build" / "sanitized"
+from run_mutations import run_mutations
+from sanitizer_build import ADDRESS, ROOT, build
+
+BUILD = ADDRESS
 STAGE = BUILD / "stage"  # a copy of the package with the sanitized engine inside
 LOGS = BUILD / "logs"
 PACKAGE = "vllm_llmdd_connector"
+
+MUTATION_SECONDS = 10  # `make fuzz` goes on for longer
 
 # How deep below the allocation a frame of the engine makes a leak the engine's own. Python, too,
 # leaks at exit, and every call of the engine has Python's frames further down.
@@ -31,19 +35,6 @@ SITECUSTOMIZE = """
 import sys
 sys.meta_path[:] = [f for f in sys.meta_path if "ScikitBuild" not in type(f).__name__]
 """
-
-
-def build() -> None:
-    configure = [
-        *("cmake", "-S", str(ROOT), "-B", str(BUILD), "-G", "Ninja"),
-        *("-DLLMDD_SANITIZE=ON", "-DCMAKE_BUILD_TYPE=RelWithDebInfo"),
-        f"-DPython_EXECUTABLE={sys.executable}",
-    ]
-    # cmake and ninja may come from the environment of this Python.
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
-    environment = {**os.environ, "PATH": path}
-    subprocess.run(configure, check=True, stdout=subprocess.DEVNULL, env=environment)
-    subprocess.run(["cmake", "--build", str(BUILD)], check=True, env=environment)
 
 
 def stage() -> None:
@@ -69,6 +60,7 @@ def run_tests(arguments: list[str]) -> int:
         **os.environ,
         "PYTHONPATH": str(STAGE),
         "PYTHONMALLOC": "malloc",
+        "LLMDD_EXAMPLES_FACTOR": "0.25",
         # libstdc++ first, or exceptions of a module that is loaded later are not intercepted.
         "LD_PRELOAD": f"{library('libasan.so')} {library('libstdc++.so')}",
         "ASAN_OPTIONS": f"detect_leaks=1:quarantine_size_mb=1:log_path={LOGS}/asan",
@@ -106,7 +98,9 @@ def findings() -> list[str]:
 
 
 def main() -> int:
-    build()
+    build(ADDRESS)
+    if run_mutations(MUTATION_SECONDS) != 0:
+        return 1
     stage()
     status = run_tests(sys.argv[1:])
     found = findings()

@@ -12,6 +12,7 @@ from vllm_llmdd_connector.scheduler.block_map import (
     GroupBlocks,
     map_blocks,
     prompt_blocks,
+    wanted_blocks,
 )
 
 
@@ -103,3 +104,37 @@ def test_prompt_blocks_are_cut_to_the_prompt(num_tokens: int, size: int, num_blo
     (kept,) = prompt_blocks([ids], [size], num_tokens)
     wanted = len({token // size for token in range(num_tokens)})
     assert list(kept) == ids[:wanted]
+
+
+@given(
+    dst=tables(100),
+    size=st.integers(1, 5),
+    num_local_blocks=st.integers(0, 9),
+    num_more=st.integers(1, 40),
+)
+def test_wanted_blocks_are_those_that_a_pull_would_fill(
+    dst: list[int], size: int, num_local_blocks: int, num_more: int
+) -> None:
+    """P holds everything; D's table alone decides."""
+    start = num_local_blocks * size
+    end = start + num_more
+    pairs = naive_pairs(list(range(1, 60)), dst, size, start, end)
+    if pairs is None:
+        with pytest.raises(TransferError, match="but this server has"):
+            wanted_blocks([dst], [size], start, end)
+        return
+    (wanted,) = wanted_blocks([dst], [size], start, end)
+    assert wanted.dst_blocks == [block for _, block in pairs]
+    if pairs:
+        assert dst[wanted.first_position] == wanted.dst_blocks[0]
+
+
+def test_wanted_blocks_of_another_number_of_groups_are_refused() -> None:
+    with pytest.raises(TransferError, match="local 1, expected 2"):
+        wanted_blocks([[1]], [4, 4], 0, 4)
+
+
+def test_hole_between_wanted_blocks_is_refused() -> None:
+    """A position would name another block than P thinks."""
+    with pytest.raises(TransferError, match="has a hole behind its first block"):
+        wanted_blocks([[11, 0, 13]], [4], 0, 12)

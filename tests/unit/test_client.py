@@ -8,14 +8,30 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from fakes.builders import SECRET, make_endpoint, make_fingerprint, make_gone, make_ticket
+from fakes.builders import (
+    SECRET,
+    make_appointment,
+    make_endpoint,
+    make_fingerprint,
+    make_gone,
+    make_ticket,
+)
 from fakes.clock import wait_for
 from fakes.p_scheduler import HOST, FakePScheduler
 from fakes.threads import falls_asleep, named_thread
 
 from vllm_llmdd_connector.control.client import ControlClient
-from vllm_llmdd_connector.control.messages import Claim, Drop, Hello, Reject, Renew
-from vllm_llmdd_connector.control.session import Granted, Outcome, Refused
+from vllm_llmdd_connector.control.messages import (
+    Admitted,
+    Announce,
+    Claim,
+    Drop,
+    Hello,
+    Queued,
+    Reject,
+    Renew,
+)
+from vllm_llmdd_connector.control.session import Granted, InQueue, Invited, Outcome, Refused
 
 LONG_S = 60.0
 RENEW_S = 0.02
@@ -117,6 +133,7 @@ class TestClaims:
     def test_lease_that_ended_comes_back_as_refused(
         self, client: Client, p: FakePScheduler
     ) -> None:
+        p.lease_s = 3 * RENEW_S
         client.claim(p.port)
         client.outcome()
         p.answers[Renew] = make_gone(1)
@@ -134,6 +151,38 @@ class TestClaims:
         client.drop(p.port, claim_id=9)
         wait_for(lambda: len(p.of_type(Drop)) == 2, "the second drop")
         assert [drop.claim_id for drop in p.of_type(Drop) if isinstance(drop, Drop)] == [8, 9]
+
+
+class TestAppointments:
+    def test_announcement_is_queued_then_invited_and_told_of_the_blocks(
+        self, client: Client, p: FakePScheduler
+    ) -> None:
+        appointment = make_appointment(host=HOST, port=p.port)
+        p.answers[Announce] = Queued(claim_id=1)
+        client.control.claim(1, appointment, time.monotonic() + LONG_S)
+        assert client.outcome() == InQueue(1)
+        p.answers[Announce] = Admitted(claim_id=1)
+        client.control.has_blocks(1, appointment)
+        assert client.outcome(number=1) == Invited(1, 5, (make_endpoint(),))
+        announced = [m for m in p.of_type(Announce) if isinstance(m, Announce)]
+        assert [(m.takes_push, m.has_blocks) for m in announced] == [(True, False), (True, True)]
+
+    def test_blocks_for_a_p_that_is_gone_open_no_session(
+        self, client: Client, p: FakePScheduler
+    ) -> None:
+        client.control.has_blocks(1, make_appointment(host=HOST, port=p.port))
+        client.claim(p.port, 2)
+        client.outcome(2)
+        assert [type(message) for message in p.received] == [Hello, Claim]
+
+    def test_known_announcement_wakes_nobody_but_its_renewal(
+        self, client: Client, p: FakePScheduler
+    ) -> None:
+        p.answers[Announce] = Queued(claim_id=1)
+        appointment = make_appointment(host=HOST, port=p.port)
+        client.control.claim(1, appointment, time.monotonic() + LONG_S)
+        client.outcome()
+        assert falls_asleep(named_thread("llmdd-control"))
 
 
 class TestRefusals:

@@ -86,6 +86,31 @@ def test_sleep_mode_is_declined() -> None:
     assert LLMDataDistConnector.supports_sleep_mode(config) is False
 
 
+@pytest.mark.parametrize(("options", "is_piecewise"), [({}, True), ({"push": False}, False)])
+def test_full_graphs_are_declined_where_layers_are_pushed(
+    options: dict[str, Any], is_piecewise: bool
+) -> None:
+    """Their replay calls no layer hook."""
+    asked = LLMDataDistConnector.requires_piecewise_for_cudagraph(options)
+    assert asked is is_piecewise
+
+
+def test_layer_hooks_and_voids_reach_the_worker() -> None:
+    calls: list[Any] = []
+    worker: Any = SimpleNamespace(
+        apply_voids=lambda step: calls.append(("void", step.voids)),
+        layer_computed=lambda name: calls.append(("layer", name)),
+        forward_ended=lambda: calls.append("end"),
+    )
+    connector = object.__new__(LLMDataDistConnector)
+    connector._scheduler, connector._worker = None, worker
+    nothing: Any = None
+    connector.handle_preemptions(StepMessage(voids=[7]))
+    connector.save_kv_layer("a", nothing, nothing)
+    connector.wait_for_save()
+    assert calls == [("void", [7]), ("layer", "a"), "end"]
+
+
 def test_statistics_are_rebuilt_from_their_data() -> None:
     built = LLMDataDistConnector.build_kv_connector_stats({"counts": {"recv_requests": 2}})
     assert isinstance(built, LlmddStats)

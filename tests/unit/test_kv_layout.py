@@ -160,6 +160,29 @@ class TestSharing:
         assert plans[0].regions[0].base == plans[1].regions[0].base
 
 
+class TestLayersOfRegions:
+    """A region is computed when all layers that it names are; a push waits for that."""
+
+    def test_part_names_its_layer(self) -> None:
+        (plan,) = plan_one({"a": (tensor(), tensor()), "b": (tensor(), tensor())})
+        assert [(region.name, region.layers) for region in plan.regions] == [
+            ("a#0", ("a",)),
+            ("a#1", ("a",)),
+            ("b#0", ("b",)),
+            ("b#1", ("b",)),
+        ]
+
+    def test_joined_row_names_every_layer_in_it(self) -> None:
+        storage = tensor((NUM_BLOCKS, 2, *SHAPE[1:]))
+        (plan,) = plan_one({"a": storage[:, 0], "b": storage[:, 1]})
+        assert [region.layers for region in plan.regions] == [("a", "b")]
+
+    def test_shared_region_names_the_first_layer_which_writes_it(self) -> None:
+        cache = tensor()
+        (plan,) = plan_one({"writer": cache, "reader": cache})
+        assert [region.layers for region in plan.regions] == [("writer",)]
+
+
 class TestRefusal:
     def test_layer_without_a_tensor_is_named(self) -> None:
         with pytest.raises(ConfigError, match="layer lost of the KV cache has no registered"):

@@ -186,6 +186,63 @@ class TestRelease:
         assert not table.renew(1, 1.0)
 
 
+class TestAttach:
+    """Announced prompts: D's hold does not come by a claim."""
+
+    def test_attached_claim_is_renewed_released_and_ends_the_lease(self, table: LeaseTable) -> None:
+        lease = open_lease(table)
+        table.attach(lease, 1, 5.0)
+        assert table.has_claim(1)
+        assert table.take_ended(14.9) == []
+        assert table.renew(1, 14.9)
+        assert [release(table, lease, 1, rank) for rank in (0, 1)] == [True, True]
+        assert not table.has_claim(1)
+        assert table.take_ended(14.9) == [lease]
+        assert lease.end is LeaseEnd.RELEASED
+
+    def test_ranks_that_were_done_before_the_lease_count(self, table: LeaseTable) -> None:
+        lease = open_lease(table)
+        table.attach(lease, 1, 0.0, {0})
+        assert release(table, lease, 1, 1)
+        assert lease.end is LeaseEnd.RELEASED
+
+    def test_attaching_again_renews_and_forgets_no_rank(self, table: LeaseTable) -> None:
+        lease = open_lease(table)
+        table.attach(lease, 1, 0.0, {0})
+        table.attach(lease, 1, 8.0)
+        assert table.take_ended(17.9) == []
+        assert release(table, lease, 1, 1)
+        assert lease.end is LeaseEnd.RELEASED
+
+
+class TestVoid:
+    def test_void_lease_ends_at_once_whoever_has_a_claim(self, table: LeaseTable) -> None:
+        lease = open_lease(table)
+        claim(table, lease, 1)
+        table.void(lease)
+        assert not release(table, lease, 1, 0)
+        assert not table.renew(1, 0.0)
+        assert table.take_ended(0.0) == [lease]
+        assert lease.end is LeaseEnd.VOIDED
+
+    def test_void_of_an_ended_lease_changes_nothing(self, table: LeaseTable) -> None:
+        lease = open_lease(table)
+        table.drop(lease.production, "secret", 1)
+        table.void(lease)
+        assert lease.end is LeaseEnd.RELEASED
+        assert table.take_ended(0.0) == [lease]
+
+
+class TestProductions:
+    def test_lease_takes_the_number_that_its_computation_had(self, table: LeaseTable) -> None:
+        number = table.new_production()
+        other = open_lease(table)
+        lease = table.open("q", "secret", "hash", [[4]], (4,), 0.0, number)
+        assert lease.production == number != other.production
+        assert table.new_production() not in (number, other.production)
+        assert claim(table, lease, 1) is lease
+
+
 class TestRefusal:
     def test_wrong_secret_hash_or_number_is_refused_in_words(self, table: LeaseTable) -> None:
         lease = open_lease(table)

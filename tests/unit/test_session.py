@@ -6,10 +6,13 @@ import pytest
 from fakes.builders import (
     INSTANCE,
     SECRET,
+    make_admitted,
+    make_appointment,
     make_endpoint,
     make_fingerprint,
     make_gone,
     make_grant,
+    make_queued,
     make_ticket,
     make_welcome,
 )
@@ -19,6 +22,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from vllm_llmdd_connector.control.messages import (
     PROTOCOL_VERSION,
+    Announce,
     Claim,
     Drop,
     Hello,
@@ -34,12 +38,15 @@ from vllm_llmdd_connector.control.session import (
     RESEND_S,
     ClientSession,
     Granted,
+    InQueue,
+    Invited,
     Outcome,
     Reaction,
     Refused,
     SessionState,
 )
 from vllm_llmdd_connector.errors import LocalProtocolError
+from vllm_llmdd_connector.params import AnyTicket
 
 ADDRESS = ("127.0.0.1", 4000)
 RENEW_S = 10.0
@@ -267,15 +274,32 @@ class LossyConversation(RuleBasedStateMachine):
     def first(self) -> None:
         self.new_claim(5.0, False)
 
-    @rule(limit_s=st.floats(0.1, 8.0), is_stale=st.booleans())
-    def new_claim(self, limit_s: float, is_stale: bool) -> None:
+    @rule(limit_s=st.floats(0.1, 8.0))
+    def new_appointment(self, limit_s: float) -> None:
+        self.new_claim(limit_s, False, make_appointment())
+
+    @rule(limit_s=st.floats(0.1, 8.0), is_stale=st.booleans(), ticket=st.none())
+    def new_claim(self, limit_s: float, is_stale: bool, ticket: AnyTicket | None = None) -> None:
         if self.session.is_over:
             self.session = make_session()
-        ticket = make_ticket(instance="older" if is_stale else self.p_instance)
+        if ticket is None:
+            ticket = make_ticket(instance="older" if is_stale else self.p_instance)
         claim_id, self.next_claim = self.next_claim, self.next_claim + 1
         self.deadlines[claim_id] = self.now_s + limit_s
         self.outcomes[claim_id] = []
         self.react(self.session.claim(claim_id, ticket, self.now_s + limit_s, self.now_s))
+
+    @precondition(lambda self: not self.session.is_over)
+    @rule(data=st.data())
+    def d_has_blocks(self, data: st.DataObject) -> None:
+        invited = [
+            claim_id
+            for claim_id, outcomes in self.outcomes.items()
+            if any(isinstance(outcome, Invited) for outcome in outcomes)
+        ]
+        if invited:
+            claim_id = data.draw(st.sampled_from(invited))
+            self.react(self.session.has_blocks(claim_id, self.now_s))
 
     @rule(data=st.data())
     def drop_or_finish(self, data: st.DataObject) -> None:
@@ -308,13 +332,16 @@ class LossyConversation(RuleBasedStateMachine):
         answer: Message | None = None
         if isinstance(message, Hello):
             answer = make_welcome(session=self.p_session, instance=self.p_instance)
-        elif isinstance(message, Claim | Renew | Drop):
+        elif isinstance(message, Claim | Announce | Renew | Drop):
             if message.session != self.p_session:
                 answer = Unknown(session=message.session)
             elif isinstance(message, Claim):
                 is_held = data.draw(st.booleans())
                 make = make_grant if is_held else make_gone
                 answer = make(message.claim_id)
+            elif isinstance(message, Announce):
+                makers = (make_grant, make_gone, make_queued, make_admitted)
+                answer = data.draw(st.sampled_from(makers))(message.claim_id)
         if answer is not None:
             self.to_d.append(encode(answer))
 
@@ -338,11 +365,14 @@ class LossyConversation(RuleBasedStateMachine):
     @invariant()
     def every_claim_has_one_answer_by_its_deadline(self) -> None:
         for claim_id, outcomes in self.outcomes.items():
-            kinds = [type(outcome) for outcome in outcomes]
+            known = [type(outcome) for outcome in outcomes]
+            if self.deadlines[claim_id] < self.now_s and claim_id not in self.closed:
+                assert known, f"claim {claim_id} had no answer by its deadline"
+            kinds = [kind for kind in known if kind not in (InQueue, Invited)]
+            # After the grant or the refusal of a claim nothing else says how it stands.
+            assert known[len(known) - len(kinds) :] == kinds
             # A granted claim may be refused later, when P tells that its lease has ended.
             assert kinds in ([], [Granted], [Refused], [Granted, Refused])
-            if self.deadlines[claim_id] < self.now_s and claim_id not in self.closed:
-                assert kinds, f"claim {claim_id} had no answer by its deadline"
 
     def react(self, reaction: Reaction) -> None:
         self.to_p.extend(encode(message) for message in reaction.send)

@@ -1,4 +1,4 @@
-"""``python -m vllm_llmdd_connector.trace``: sentences and exit statuses, and the reader's limits."""
+"""``python -m vllm_llmdd_connector.trace``: outputs, sentences and exit statuses."""
 
 from __future__ import annotations
 

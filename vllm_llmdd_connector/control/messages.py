@@ -1,6 +1,7 @@
 """Every message of the control plane, and the only encoder and decoder of them.
 
-D opens every conversation. With P's scheduler:
+D opens every conversation, except that a P to which a metaserver has sent a D's prompt first says
+``Knock`` to D's scheduler, which has no answer. With P's scheduler:
 
 * D's scheduler says ``Hello``, answered by ``Welcome`` or ``Reject``. For a finished prefill it
   then says ``Claim``, answered by ``Grant`` or ``Gone``. For one that still has to be computed it
@@ -85,6 +86,16 @@ class Reject(Message, frozen=True, kw_only=True):
 
 class Unknown(Message, frozen=True, kw_only=True):
     session: int
+
+
+class Knock(Message, frozen=True, kw_only=True):
+    """P has the prompt that D asked a metaserver to have prefilled; D is to announce it there."""
+
+    transfer_id: Text
+    """Drawn by D, so only those know it that its post has reached."""
+    host: Text
+    """P's control address; D checks it as one that a request names."""
+    port: Port
 
 
 class Claim(Message, frozen=True, kw_only=True):
@@ -174,7 +185,7 @@ class CacheToken(msgspec.Struct, frozen=True, kw_only=True):
     """The engine's reservation of one cache of D."""
 
     model_id: Count
-    token: Annotated[int, msgspec.Meta(gt=0)]
+    token: Annotated[int, msgspec.Meta(gt=0, le=(1 << 63) - 1)]
 
 
 class BlockSpan(msgspec.Struct, frozen=True, kw_only=True):
@@ -235,6 +246,7 @@ AnyMessage = (
     | Welcome
     | Reject
     | Unknown
+    | Knock
     | Claim
     | Announce
     | Queued

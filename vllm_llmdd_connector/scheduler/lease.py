@@ -145,6 +145,10 @@ class LeaseTable:
         if lease.end is None:
             self._end(lease, LeaseEnd.VOIDED)
 
+    def has_claim(self, claim_id: int) -> bool:
+        """Whether a D request still has a hold on some lease."""
+        return claim_id in self._claims
+
     def renew(self, claim_id: int, now_s: float) -> bool:
         """Extend a claim; False when there is nothing left to extend."""
         lease = self._leases.get(self._claims.get(claim_id, 0))

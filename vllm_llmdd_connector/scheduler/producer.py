@@ -46,6 +46,8 @@ logger = get_logger(__name__)
 
 _HANDED_OVER = frozenset({"FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED"})
 
+_NOT_HELD = "the prefill server does not hold the blocks"
+
 BlockTable = tuple[tuple[int, ...], ...]
 
 
@@ -181,8 +183,6 @@ class Producer:
         blocks = prompt_blocks(
             self._transferred(block_ids), self._block_sizes, request.num_prompt_tokens
         )
-        if not any(block != NULL_BLOCK for ids in blocks for block in ids):
-            return False, None
         lease = None
         if prefill is None or not self._was_fetched(prefill):
             production = prefill.production if prefill is not None else 0
@@ -215,13 +215,14 @@ class Producer:
         with self.lock:
             handover = self.handovers.of_request(request_id)
             lease = handover.lease if handover is not None else None
-            if lease is None and (handover is None or not handover.was_dropped):
+            is_wanted = handover is None or not handover.was_dropped
+            if lease is None and is_wanted and _has_blocks(blocks):
                 lease = self._open_lease(request_id, prompt_id, blocks, handover, production)
                 if lease is None:
                     self._log_over_cap(request_id)
             if handover is None or lease is None:
                 if handover is not None:
-                    self.handovers.end(handover, "the prefill server does not hold the blocks")
+                    self.handovers.end(handover, _NOT_HELD)
                 return lease
             for suitor in self.handovers.computed(handover, lease):
                 grant = Grant(
@@ -352,6 +353,8 @@ class Producer:
         self.free_ended()
         if self._voids:
             step.voids, self._voids = self._voids, []
+            # The workers apply them first, and would begin such a production anew.
+            step.chunks = [c for c in step.chunks if c.production not in step.voids]
         if self._sent_prompts:
             step.sent_prompts, self._sent_prompts = self._sent_prompts, []
 
@@ -362,18 +365,27 @@ class Producer:
             handover = self.handovers.of_request(prefill.request_id)
             if handover is not None and handover.lease is not None:
                 self.leases.void(handover.lease)
+                handover.keep_releases()
                 handover.lease = None
 
     def _hold(self, prefill: Prefill) -> None:
         """The step computes the prompt's last token: from here on a lease holds its blocks."""
         with self.lock:
             handover = self.handovers.of_request(prefill.request_id)
-            if handover is None or handover.was_dropped:
+            if handover is None:
                 return
-            blocks = self._followed_blocks(prefill)
-            self._open_lease(
-                prefill.request_id, handover.prompt_hash, blocks, handover, prefill.production
-            )
+            if not handover.was_dropped:
+                blocks, prompt_id = self._followed_blocks(prefill), handover.prompt_hash
+                if self._open_lease(
+                    prefill.request_id, prompt_id, blocks, handover, prefill.production
+                ):
+                    return
+            if any(group.window or group.chunk for group in self._groups):
+                # vLLM uses again what a window leaves, while the workers could still send it.
+                if not handover.was_dropped:
+                    self._log_over_cap(prefill.request_id)
+                self.handovers.end(handover, _NOT_HELD)
+                self._voids.append(prefill.production)
 
     def _followed_blocks(self, prefill: Prefill) -> BlockTable:
         """The prompt's blocks that computing its last token reads.
@@ -400,3 +412,8 @@ class Producer:
                 self._config.host,
                 self._control_port,
             )
+
+
+def _has_blocks(table: BlockTable) -> bool:
+    """Whether anything is left of a prompt in vLLM's table; a long answer moves windows past it."""
+    return any(block != NULL_BLOCK for ids in table for block in ids)

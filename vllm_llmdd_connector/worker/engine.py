@@ -150,8 +150,8 @@ class DataDistEngine:
         """
         layers = range(len(plan.regions))
         key = self._api.BlocksCacheKey(peer_cluster_id, plan.model_id)
-        config = self._api.TransferWithCacheKeyConfig(key, layers, layers, token=token)
         try:
+            config = self._api.TransferWithCacheKeyConfig(key, layers, layers, token=token)
             task = self._datadist.cache_manager.transfer_cache_async(
                 self._caches[plan.model_id],
                 synchronizer,
@@ -160,7 +160,7 @@ class DataDistEngine:
                 dst_positions,
                 tensor_num_per_layer=1,
             )
-        except self._api.LLMException as error:
+        except (self._api.LLMException, ValueError, TypeError) as error:
             raise TransferError(
                 f"transfer_cache_async to cluster {peer_cluster_id:x} did not start: {error}"
             ) from None

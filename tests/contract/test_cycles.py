@@ -1,0 +1,67 @@
+"""Allocate, link, pull, unlink, free, again and again: memory, descriptors and threads stay.
+
+300 times here; `make cycles` does it 10,000 times.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+from contract.cluster import Cluster
+from contract.errors import wait_until
+from contract.peer import Peer
+
+CYCLES = int(os.environ.get("LLMDD_CYCLES", "300"))
+WARM_UP = 100
+POOL = '{"memory_size": 1048576, "page_shift": 12}'
+# Allocators keep what they may need again; a leak of one frame a cycle would be more than this.
+MEMORY_KIB = 4096
+
+Side = Cluster | Peer
+
+
+def cycle(local: Cluster, peer: Peer, number: int) -> None:
+    """Every second unlink is forced, so that the peer finds out by itself."""
+    key = local.api.CacheKey(2, number)
+    source = peer.allocate_rows(keys=[key], seed=number)
+    target = local.allocate_rows(seed=number + 1)
+    assert local.link(2, peer.listen_port).name == "LLM_SUCCESS", local.link_error(2)
+    local.pull_cache(key, target)
+    row = slice(0, 256)
+    assert [t[row] for t in local.dump(target)] == [t[row] for t in peer.dump(source)]
+    assert local.unlink(2, force=number % 2 == 0).name == "LLM_SUCCESS"
+    for side, cache in ((local, target), (peer, source)):
+        side.deallocate(cache)
+        side.discard([cache], [])
+
+
+def descriptors_and_threads(sides: list[Any]) -> list[tuple[int, int]]:
+    return [(side.descriptors(), side.native_threads()) for side in sides]
+
+
+def test_cycles_leave_nothing_behind(
+    make_local: Callable[..., Cluster], make_peer: Callable[..., Peer]
+) -> None:
+    local, peer = make_local(remote=False, pool=POOL), make_peer(2, remote=False, pool=POOL)
+    sides: list[Any] = [local, peer]
+    for number in range(WARM_UP):
+        cycle(local, peer, number)
+    before = descriptors_and_threads(sides)
+    memory = [side.resident_kib() for side in sides]
+    for number in range(WARM_UP, WARM_UP + CYCLES):
+        cycle(local, peer, number)
+
+    def settled() -> bool:
+        # The peer joins the thread of its last link when the next one comes.
+        now = descriptors_and_threads(sides)
+        return all(
+            fds_now <= fds + 4 and threads_now <= threads + 1
+            for (fds, threads), (fds_now, threads_now) in zip(before, now, strict=True)
+        )
+
+    wait_until(settled)
+    for side, kib in zip(sides, memory, strict=True):
+        assert side.resident_kib() < kib + MEMORY_KIB
+        assert side.pool_used() == 0
