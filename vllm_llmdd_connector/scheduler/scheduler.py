@@ -58,6 +58,12 @@ class SchedulerConnector:
         self._is_consumer = transfer.is_kv_consumer
         self._warned_local = False
         self._instance = new_instance()
+        self._server = Server(
+            "llmdd-control-server",
+            config.host,
+            self._control_port(),
+            lambda: self._stats.count("junk_messages"),
+        )
         self._recorder = open_trace(
             config.trace_dir,
             str(transfer.kv_role),
@@ -67,12 +73,6 @@ class SchedulerConnector:
         )
         self._producer_trace: ProducerTrace | None = None
         self._consumer_trace: ConsumerTrace | None = None
-        self._server = Server(
-            "llmdd-control-server",
-            config.host,
-            self._control_port(),
-            lambda: self._stats.count("junk_messages"),
-        )
         if transfer.is_kv_producer:
             self._producer = Producer(
                 config,

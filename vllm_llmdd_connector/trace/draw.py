@@ -39,9 +39,9 @@ def draw(requests: Sequence[Request], path: Path) -> int:
     figure, axes = plt.subplots(
         2 * len(shown),
         1,
-        figsize=(12, 4.6 * len(shown) + 0.6),
+        figsize=(12, 5.4 * len(shown) + 0.6),
         squeeze=False,
-        gridspec_kw={"hspace": 0.0},
+        height_ratios=[1.0, 1.6] * len(shown),  # D's lane has the names of its moments, too
         layout="constrained",
     )
     try:
