@@ -29,8 +29,7 @@ def make_rank(datadist: FakeDataDist) -> Iterator[Callable[..., Rank]]:
     yield make
     for rank in reversed(ranks):
         rank.worker.shutdown()
-    for engine in datadist.engines.values():
-        assert engine.reservations == {}
+    assert datadist.open_reservations == []
 
 
 @pytest.fixture
@@ -63,13 +62,6 @@ def receive(p: Prefill, request_id: str = "d1", **changes: Any) -> ReceiveJob:
 
 def chunk(end: int = 32, blocks: tuple[int, ...] = (1, 2), production: int = 1) -> PrefillChunk:
     return PrefillChunk("t", production, 32, (blocks,), end)
-
-
-def reserved(datadist: FakeDataDist, d: Rank, number: int = 1) -> None:
-    """D has reserved, so its Reserve is on the way."""
-    assert d.worker._engine is not None
-    engine = datadist.engines[d.worker._engine.cluster_id]
-    wait_for(lambda: len(engine.reservations) == number, "the reservation")
 
 
 def known(p: Prefill, number: int = 1) -> None:
@@ -126,9 +118,7 @@ class TestPush:
         run(d, "d1")
         assert d.blocks() == [PUSHED] * 2
 
-    def test_forward_without_prompts_marks_nothing(
-        self, p: Prefill, d: Rank, datadist: FakeDataDist
-    ) -> None:
+    def test_forward_without_prompts_marks_nothing(self, p: Prefill, d: Rank) -> None:
         d.step(jobs=[receive(p)])
         known(p)
         p.rank.step()
@@ -164,7 +154,7 @@ class TestGiveUp:
         d.step(cancels={"d1": "announce: P has aborted it"})
         run(d, "d1")
         assert d.report.failed == {"d1": "push: announce: P has aborted it"}
-        reserved(datadist, d, 0)
+        assert datadist.open_reservations == []
         p.rank.step(chunks=[chunk()])
         p.rank.worker.forward_ended()
         assert d.blocks() == [UNTOUCHED] * 2

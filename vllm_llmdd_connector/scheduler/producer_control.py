@@ -164,15 +164,32 @@ class ProducerControl:
         self._producer.leases.drop(production, message.secret, message.claim_id)
 
     def _released(self, message: Release) -> Message:
-        leases, handovers = self._producer.leases, self._producer.handovers
-        secret, claim_id, rank = message.secret, message.claim_id, message.rank
-        is_held = leases.release(message.production, secret, claim_id, rank)
-        if not is_held:
-            is_held = handovers.release(secret, claim_id, rank, leases.num_ranks)
-        elif not leases.has_claim(claim_id):
-            # All ranks have it: should the prompt be preempted, this D needs no lease again.
-            handovers.drop(secret, claim_id)
+        is_held = self._released_of(message.production, message) or self._released_by_push(message)
         return ReleaseAck(claim_id=message.claim_id, production=message.production, valid=is_held)
+
+    def _released_of(self, production: int, message: Release) -> bool:
+        """A rank needs no more of this production's lease."""
+        leases = self._producer.leases
+        secret, claim_id = message.secret, message.claim_id
+        is_held = leases.release(production, secret, claim_id, message.rank)
+        if is_held and not leases.has_claim(claim_id):
+            # All ranks have it: should the prompt be preempted, this D needs no lease again.
+            self._producer.handovers.drop(secret, claim_id)
+        return is_held
+
+    def _released_by_push(self, message: Release) -> bool:
+        """A rank was sent all it wants before there was a lease, or before a preemption.
+
+        It will not ask for the next computation, so a lease of that does not wait for it.
+        """
+        handover = self._producer.handovers.release(
+            message.secret, message.claim_id, message.rank, self._producer.leases.num_ranks
+        )
+        if handover is None:
+            return False
+        if handover.lease is None:
+            return True
+        return self._released_of(handover.lease.production, message)
 
 
 def _grant(claim_id: int, lease: Lease) -> Grant:
