@@ -24,7 +24,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
@@ -105,6 +105,13 @@ class Side:
         backend = HostBackend(self.config)
         self.engine = DataDistEngine(self.config, backend, cluster_id, self.plans, is_producer)
 
+    def fill(self, value: int) -> None:
+        for memory in self._memory:
+            memory[:] = bytes([value]) * len(memory)
+
+    def holds(self, value: int) -> bool:
+        return all(memory[:] == bytes([value]) * len(memory) for memory in self._memory)
+
 
 def compute(case: Case) -> None:
     """One layer of one step, without the GIL, as an attention kernel."""
@@ -158,9 +165,16 @@ def serve(pipe: Connection) -> None:
     scheduler = Server("scheduler", HOST, 0, lambda: None)
     scheduler.start(confirm)
     pipe.send((side.engine.listen_port, worker.port, scheduler.port))
-    while (case := pipe.recv()) is not None:
-        pusher.void([case.number - 1])  # D has reported it
-        pipe.send(prefill(pusher, shape, case))
+    with suppress(EOFError):
+        while True:
+            case: Case = pipe.recv()
+            # As a dict: this module has another name in the other process.
+            pipe.send(asdict(prefill(pusher, shape, case)))
+            pipe.recv()  # D has reported it
+            while pusher.num_under_way:
+                time.sleep(0.0001)
+            pusher.void([case.number])
+            pipe.send(None)
     for server in (worker, scheduler):
         server.close()
     pusher.close()
@@ -181,9 +195,11 @@ def peer(shape: Shape) -> Iterator[tuple[Connection, tuple[int, int, int]]]:
     with subprocess.Popen(command, pass_fds=[theirs.fileno()]) as process:
         theirs.close()
         ours.send(shape)
-        yield ours, ours.recv()
-        ours.send(None)
-        process.wait()
+        try:
+            yield ours, ours.recv()
+        finally:
+            ours.close()  # the end, wherever P is
+            process.wait()
 
 
 class Decoder:
@@ -207,7 +223,8 @@ class Decoder:
             self._zmq,
             0,
         )
-        self._peer = PeerThread(context, self._endpoint, (HOST, self._scheduler_port), print)
+        address = (HOST, self._scheduler_port)
+        self._peer = PeerThread(context, self._endpoint, address, on_end=lambda peer: None)
         self._peer.start()
 
     def submit(self, case: Case) -> None:
@@ -215,13 +232,34 @@ class Decoder:
         self._completions.expect(request_id, [])
         self._peer.submit(self._job(request_id, case))
 
-    def wait(self) -> float:
-        """When the request was reported."""
+    def give_up(self, case: Case) -> None:
+        """As after an abort."""
+        self._peer.give_up(f"r{case.number}", "aborted")
+
+    def wait_end(self) -> str:
+        """Wait for the request's report: ``received``, or why it failed."""
         while (drained := self._completions.drain()) is None:
             time.sleep(0.0001)
-        if drained.failed:
-            raise SystemExit(f"a transfer failed: {drained.failed}")
+        return next(iter(drained.failed.values()), "received")
+
+    def wait(self) -> float:
+        """When the request was reported."""
+        end = self.wait_end()
+        if end != "received":
+            raise SystemExit(f"a transfer failed: {end}")
         return time.monotonic()
+
+    def keep_reservations(self) -> None:
+        """Break what protects D's blocks, to show that a test would notice."""
+        self._side.engine.close_reservation = lambda token: None  # type: ignore[method-assign]
+
+    def fill(self, value: int) -> None:
+        """Overwrite all blocks, as vLLM may once the request is reported."""
+        self._side.fill(value)
+
+    def holds(self, value: int) -> bool:
+        """Whether every byte is as ``fill`` left it."""
+        return self._side.holds(value)
 
     def close(self) -> None:
         self._peer.close()
@@ -263,10 +301,12 @@ def run(case: Case, pipe: Connection, decoder: Decoder) -> Sample:
     if case.arm == "push":
         decoder.submit(case)
     pipe.send(case)
-    prefilled: Prefilled = pipe.recv()
+    prefilled = Prefilled(**pipe.recv())
     if case.arm == "pull":
         decoder.submit(case)
     waiter.join()
+    pipe.send(None)
+    pipe.recv()  # P has nothing under way any more
     exposed_s, total_s = reported[0] - prefilled.end_s, reported[0] - prefilled.begin_s
     return Sample(exposed_s * 1000, total_s * 1000, prefilled.hooks_us)
 

@@ -100,6 +100,12 @@ class Pusher:
         # Called for each layer of a forward, so without a frame of its own.
         self.layer_computed = self._events.computed
 
+    @property
+    def num_under_way(self) -> int:
+        """Transfers that are started or wait to be."""
+        with self._lock:
+            return sum(len(sender) for sender in self._senders.values())
+
     # Main thread
 
     def void(self, productions: Sequence[int]) -> None:
@@ -278,6 +284,9 @@ class _Sender:
             target=self._run, name=f"llmdd-push-{cluster_id:x}", daemon=True
         )
         self._thread.start()
+
+    def __len__(self) -> int:
+        return len(self._waiting) + len(self._started)
 
     def add(self, piece: _Piece) -> None:
         """Start it now or when others have ended; with the lock."""
