@@ -3,7 +3,7 @@
 ``FakeDataDist.api`` has the names that ``vllm_llmdd_connector.worker`` uses of the host engine, so
 it can stand where that expects the module; see ``install``. All engines made from one
 ``FakeDataDist`` can link to each other. A pull copies bytes between the registered addresses, like
-the real engine, and checks keys, links and indices before it does.
+the real engine, and checks keys, links and indices before it does. Pushes are in ``fake_push``.
 
 What must not happen whatever the test does (a transfer or unlink beside ``finalize``) is noted in
 ``violations``; a test asserts at its end that there are none.
@@ -16,95 +16,25 @@ import itertools
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from enum import Enum, IntEnum
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from fakes.fake_push import FakePushes, FakeSynchronizer, TransferConfig
+from fakes.fake_push import FakeSynchronizer, PushNetwork, PushSide, TransferWithCacheKeyConfig
+from fakes.fake_types import (
+    BlocksCacheKey,
+    Cache,
+    CacheDesc,
+    DataType,
+    LLMClusterInfo,
+    LLMConfig,
+    LLMException,
+    LLMRole,
+    LLMStatusCode,
+)
 
 FIRST_PORT = 40000
 """Listening engines are given numbers from here on; no socket is opened."""
-
-
-class LLMRole(IntEnum):
-    PROMPT = 1
-    DECODER = 2
-    MIX = 3
-
-
-class DataType(Enum):
-    DT_UINT8 = 4
-
-
-class LLMStatusCode(IntEnum):
-    LLM_SUCCESS = 0
-    LLM_KV_CACHE_NOT_EXIST = 0x5010B002
-    LLM_PARAM_INVALID = 0x5010B005
-    LLM_NOT_YET_LINK = 0x5010B007
-    LLM_ALREADY_LINK = 0x5010B008
-    LLM_LINK_FAILED = 0x5010B009
-    LLM_TIMEOUT = 0x5010B01A
-    LLM_FAILED = 0xFFFFFFFF
-
-
-class LLMException(RuntimeError):
-    def __init__(
-        self, *args: object, status_code: LLMStatusCode = LLMStatusCode.LLM_SUCCESS
-    ) -> None:
-        super().__init__(*args)
-        self.status_code = status_code
-
-
-class LLMConfig:
-    """Options are attributes; what the connector set is what ``init`` gets."""
-
-    def __init__(self) -> None:
-        self.enable_cache_manager = False
-        self.enable_remote_cache_accessible = False
-        self.sync_kv_timeout = 1000
-        self.listen_ip_info = ""
-
-    def generate_options(self) -> dict[str, Any]:
-        return dict(vars(self))
-
-
-class LLMClusterInfo:
-    def __init__(self) -> None:
-        self.remote_cluster_id = 0
-        self.local_ip_info: list[tuple[str, int]] = []
-        self.remote_ip_info: list[tuple[str, int]] = []
-
-    def append_local_ip_info(self, ip: str, port: int) -> None:
-        self.local_ip_info.append((ip, port))
-
-    def append_remote_ip_info(self, ip: str, port: int) -> None:
-        self.remote_ip_info.append((ip, port))
-
-
-class CacheDesc(NamedTuple):
-    num_tensors: int
-    shape: list[int]
-    data_type: DataType
-
-    @property
-    def num_blocks(self) -> int:
-        return self.shape[0]
-
-    @property
-    def block_len(self) -> int:
-        return self.shape[1]
-
-
-class BlocksCacheKey(NamedTuple):
-    prompt_cluster_id: int
-    model_id: int = 0
-
-
-class Cache(NamedTuple):
-    cache_id: int
-    cache_desc: CacheDesc
-    per_device_tensor_addrs: list[list[int]]
 
 
 @dataclass
@@ -135,19 +65,18 @@ class PullCall(NamedTuple):
     dst_blocks: tuple[int, ...]
 
 
-class FakeDataDist:
+class FakeDataDist(PushNetwork):
     """One network of engines; ``api`` stands for the module."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.engines: dict[int, FakeEngine] = {}
         """By cluster id; an engine that was killed or finalized is not in it."""
         self.pulls: list[PullCall] = []
         self.links: list[tuple[int, int]] = []
         """Every attempt to link, as local and remote cluster id."""
-        self.violations: list[str] = []
         self._faults: dict[int, Faults] = {}
         self._ports = itertools.count(FIRST_PORT)
-        self.tokens = itertools.count(1)
         self._lock = threading.Lock()
         self.api = SimpleNamespace(
             LLMRole=LLMRole,
@@ -158,9 +87,9 @@ class FakeDataDist:
             LLMClusterInfo=LLMClusterInfo,
             CacheDesc=CacheDesc,
             BlocksCacheKey=BlocksCacheKey,
-            LLMDataDist=partial(FakeEngine, self),
             NativeLayerSynchronizer=FakeSynchronizer,
-            TransferWithCacheKeyConfig=TransferConfig,
+            TransferWithCacheKeyConfig=TransferWithCacheKeyConfig,
+            LLMDataDist=partial(FakeEngine, self),
         )
         """What stands for the module."""
 
@@ -224,18 +153,15 @@ class FakeDataDist:
             return faults.pull_status
 
 
-class FakeEngine(FakePushes):
+class FakeEngine(PushSide):
     """One ``LLMDataDist``, and its cache manager."""
 
     def __init__(self, network: FakeDataDist, role: LLMRole, cluster_id: int) -> None:
-        self._network = network
+        super().__init__(network, cluster_id)
+        self._network: FakeDataDist = network
         self.role = role
-        self.cluster_id = cluster_id
         self.options: dict[str, Any] = {}
         self.listen_port = 0
-        self.linked: set[int] = set()
-        self.caches: dict[BlocksCacheKey, Cache] = {}
-        super().__init__(network, LLMStatusCode)
         self._link_errors: dict[int, str] = {}
         self._running: list[int] = []
         self._is_finalized = False
@@ -253,6 +179,7 @@ class FakeEngine(FakePushes):
             self._network.violations.append(f"{self.cluster_id:x}: finalize beside a pull")
         self._is_finalized = True
         self._network.stop(self)
+        self.end_pushes()
 
     def link_clusters(
         self, clusters: Sequence[LLMClusterInfo], timeout: int = 3000

@@ -73,19 +73,32 @@ def make_pair(
     make_engine: Callable[..., Engine],
     monkeypatch: pytest.MonkeyPatch,
 ) -> Callable[..., Pair]:
-    """Build P and D from common ``EngineSpec`` fields, and from ``p`` and ``d`` for one of them."""
+    """Build P and D from common ``EngineSpec`` fields, and from ``p`` and ``d`` for one of them.
+
+    D's scheduler side lives in real time unless it is given a clock.
+    """
     from pairs import CONNECTOR, Pair
+    from push_journal import PushJournal
 
     scheduler_time = "vllm_llmdd_connector.scheduler.scheduler.time"
 
     def make(
-        p: dict[str, Any] | None = None, d: dict[str, Any] | None = None, **fields: Any
+        p: dict[str, Any] | None = None,
+        d: dict[str, Any] | None = None,
+        d_clock: FakeClock | None = None,
+        **fields: Any,
     ) -> Pair:
         clock = FakeClock()
+        journal = PushJournal(datadist)
+        journal.install(monkeypatch)
         with monkeypatch.context() as patch:
             patch.setattr(scheduler_time, SimpleNamespace(monotonic=clock))
             producer = make_engine(**CONNECTOR | {"role": "kv_producer"} | fields | (p or {}))
-        consumer = make_engine(**CONNECTOR | {"role": "kv_consumer"} | fields | (d or {}))
-        return Pair(producer, consumer, datadist, clock)
+        with monkeypatch.context() as patch:
+            if d_clock is not None:
+                patch.setattr(scheduler_time, SimpleNamespace(monotonic=d_clock))
+            consumer = make_engine(**CONNECTOR | {"role": "kv_consumer"} | fields | (d or {}))
+        journal.watch(producer, consumer)
+        return Pair(producer, consumer, datadist, clock, journal)
 
     return make

@@ -68,6 +68,10 @@ class FakeWorker:
         self.states = BatchState()
         self.use_layer_hooks = True
         """False leaves the hooks of the layers out, as the replay of a full device graph does."""
+        self.before_layer: Callable[[int], None] = lambda layer: None
+        """Called inside a forward, before the layer of this number is computed."""
+        self._unwritten: list[frozenset[int]] = []
+        """Addresses of the blocks that the running forward has still to write, by layer."""
         self._words: list[Words] = []
         self._group_of_layer: list[int] = []
         self._groups = (_Group(rank, spec.tp_size), _Group(0, 1))
@@ -174,8 +178,10 @@ class FakeWorker:
     def _forward(self, chunks: list[Chunk]) -> Callable[[], dict[str, int]]:
         """Go through the layers; with a lagging device they compute later, after all hooks."""
         late: list[int] = []
+        self._unwritten = [self._addresses(layer, chunks) for layer in range(len(self._words))]
 
         def attention(layer: int, layer_name: str) -> None:
+            self.before_layer(layer)
             if self.spec.device_lag:
                 late.append(layer)
             else:
@@ -205,6 +211,16 @@ class FakeWorker:
             blocks, offsets = self._slots(layer, chunk, chunk.start, chunk.start + chunk.count)
             words = self.model.words(layer, states, self.heads)
             self._words[layer][blocks, :, offsets, :] = words
+        self._unwritten[layer] = frozenset()
+
+    def _addresses(self, layer: int, chunks: list[Chunk]) -> frozenset[int]:
+        words = self._words[layer]
+        base, stride = words.ctypes.data, words.strides[0]
+        return frozenset(
+            base + stride * int(block)
+            for chunk in chunks
+            for block in self._slots(layer, chunk, chunk.start, chunk.start + chunk.count)[0]
+        )
 
     def _digest(self, chunk: Chunk) -> int:
         end, total = chunk.start + chunk.count, 0
@@ -228,6 +244,12 @@ class FakeWorker:
             words[block_ids] = 0
 
     # For tests.
+
+    def is_unwritten(self, address: int, length: int) -> bool:
+        """Whether the running forward has still to write into these bytes; from any thread."""
+        return any(
+            address <= start < address + length for layer in self._unwritten for start in layer
+        )
 
     def block_words(self, layer: int, block_id: int) -> Words:
         """A view of one block of one layer: ``(head, position, word)``; writable."""

@@ -72,7 +72,7 @@ class TestAbortAtD:
         pair = make_pair()
         prompt = prompt_of(70)
         params = pair.params(prompt)
-        with pair.p.connector._scheduler._producer._lock:
+        with pair.p.connector._scheduler._producer.lock:
             request_id = pair.decode(prompt, params)
             for _ in range(5):
                 pair.d.step()

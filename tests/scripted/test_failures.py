@@ -14,6 +14,7 @@ from harness import Result
 from pairs import CONNECTOR, MakePair, Pair, counts, num_blocks_pulled, prompt_of
 
 from vllm_llmdd_connector.errors import RemoteProtocolError
+from vllm_llmdd_connector.scheduler.producer_control import ProducerControl
 
 POLICIES = ["recompute", "fail"]
 FAST: dict[str, Any] = {"extra_config": {"release_timeout_s": 0.2, "first_contact_timeout_s": 0.3}}
@@ -79,13 +80,15 @@ class TestPullFails:
         assert right.count(False) == (policy == "fail")
         pair.finish()
 
-    def test_p_is_silent_after_the_copy(self, make_pair: MakePair, policy: str) -> None:
+    def test_p_is_silent_after_the_copy(
+        self, make_pair: MakePair, monkeypatch: pytest.MonkeyPatch, policy: str
+    ) -> None:
         """The copy is complete, but nobody confirms that the blocks were held."""
         pair = make_pair(d={"load_failure_policy": policy, **FAST})
-        producer = pair.p.connector._scheduler._producer
         prompt = prompt_of(70)
         params = pair.params(prompt)
-        producer._released = Mock(side_effect=RemoteProtocolError("not heard"))
+        deaf = Mock(side_effect=RemoteProtocolError("not heard"))
+        monkeypatch.setattr(ProducerControl, "_released", deaf)
         result = pair.run(pair.decode(prompt, params))[0]
         assert_failed_by_policy(pair, prompt, result)
         pair.finish()
@@ -140,7 +143,7 @@ class TestPIsGone:
         """D's control thread sees the deadline pass before vLLM asks again."""
         prompt = prompt_of(70)
         params = pair.params(prompt)
-        with pair.p.connector._scheduler._producer._lock:
+        with pair.p.connector._scheduler._producer.lock:
             request_id = pair.decode(prompt, params)
             wait_for(lambda: pair.d.connector._scheduler._client._outcomes, "the refusal")
             result = pair.d.run(request_id)[0]
@@ -182,7 +185,7 @@ class TestPIsGone:
         result = pair.d.run(pair.decode(old_prompt, params))[0]
         assert pair.is_right(old_prompt, result)
         pulled = num_blocks_pulled(pair)
-        again = Pair(restarted, pair.d, pair.network, pair.p_clock)
+        again = Pair(restarted, pair.d, pair.network, pair.p_clock, pair.journal)
         prompt = prompt_of(70, 2)
         assert again.is_right(prompt, again.transfer(prompt))
         assert num_blocks_pulled(again) == pulled + 5

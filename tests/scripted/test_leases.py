@@ -35,7 +35,7 @@ class TestExpiry:
         request_id = pair.decode(fetched, pair.params(fetched))
         pair.run_until(faults.pull_started.is_set)
         pair.p_clock.advance(LEASE_S - 5)
-        leases = pair.p.connector._scheduler._producer._leases
+        leases = pair.p.connector._scheduler._producer.leases
         claim_id = next(iter(leases._claims))
         pair.params(prompt_of(40, 2))
         assert leases.renew(claim_id, pair.p_clock())
@@ -124,7 +124,7 @@ class TestExpiry:
         prompt = prompt_of(70)
         request_id = pair.decode(prompt, pair.params(prompt))
         pair.run_until(faults.pull_started.is_set)
-        leases = pair.p.connector._scheduler._producer._leases
+        leases = pair.p.connector._scheduler._producer.leases
         claim_id = next(iter(leases._claims))
         pair.p_clock.advance(25)
         assert leases.renew(claim_id, pair.p_clock())

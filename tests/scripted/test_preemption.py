@@ -60,7 +60,7 @@ class TestAtD:
         params = pair.params(prompt)
         with pair.d.hold_blocks():
             request_id = pair.decode(prompt, params)
-            pair.run_until(lambda: bool(pair.p.connector._scheduler._producer._leases._claims))
+            pair.run_until(lambda: bool(pair.p.connector._scheduler._producer.leases._claims))
             pair.p_clock.advance(60)
             pair.run_until(lambda: not pair.p.has_work)
             assert pair.p.free_blocks() == pair.p.initial_free_blocks

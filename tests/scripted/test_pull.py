@@ -175,7 +175,7 @@ class TestManyRequests:
     ) -> None:
         pair = make_pair()
         other = make_engine(**CONNECTOR, role="kv_consumer")
-        both = [pair, Pair(pair.p, other, pair.network, pair.p_clock)]
+        both = [pair, Pair(pair.p, other, pair.network, pair.p_clock, pair.journal)]
         for seed in range(4):
             prompt = prompt_of(60, seed)
             assert both[seed % 2].is_right(prompt, both[seed % 2].transfer(prompt))

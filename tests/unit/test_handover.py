@@ -351,7 +351,14 @@ class TestReleaseBeforeLease:
         assert handover.was_dropped
         assert meeting.table.release("t", 1, 1, num_ranks=2)
 
-    @pytest.mark.parametrize("reach", [Rendezvous.announce, Rendezvous.arrive, Rendezvous.computed])
+    def test_release_beside_a_lease_is_the_lease_s(self, meeting: Rendezvous) -> None:
+        """It may be of a computation that was preempted; the claim stays open for other ranks."""
+        meeting.announce()
+        handover = meeting.computed()
+        assert meeting.table.release("t", 1, 0, num_ranks=1) is handover
+        assert handover.suitors[1].ranks_released == set()
+
+    @pytest.mark.parametrize("reach", [Rendezvous.announce, Rendezvous.arrive])
     def test_release_in_another_state_is_not_known(self, meeting: Rendezvous, reach: Any) -> None:
         reach(meeting)
         assert not meeting.table.release("t", 1, 0, num_ranks=1)

@@ -29,8 +29,7 @@ def make_rank(datadist: FakeDataDist) -> Iterator[Callable[..., Rank]]:
     yield make
     for rank in reversed(ranks):
         rank.worker.shutdown()
-    for engine in datadist.engines.values():
-        assert engine.reservations == {}
+    assert datadist.open_reservations == []
 
 
 @pytest.fixture
@@ -68,8 +67,11 @@ def chunk(end: int = 32, blocks: tuple[int, ...] = (1, 2), production: int = 1) 
 def reserved(datadist: FakeDataDist, d: Rank, number: int = 1) -> None:
     """D has reserved, so its Reserve is on the way."""
     assert d.worker._engine is not None
-    engine = datadist.engines[d.worker._engine.cluster_id]
-    wait_for(lambda: len(engine.reservations) == number, "the reservation")
+    cluster_id = d.worker._engine.cluster_id
+    wait_for(
+        lambda: sum(r.cluster_id == cluster_id for r in datadist.open_reservations) == number,
+        "the reservation",
+    )
 
 
 def known(p: Prefill, number: int = 1) -> None:

@@ -195,6 +195,9 @@ class Consumer:
                 entry.state = RequestState.FAILED
                 self._by_claim.pop(entry.claim_id, None)
                 self._drop(entry)
+                if isinstance(entry.offer, Invited):
+                    # After the drop P sends nothing more, and other ranks may wait for it.
+                    self._cancels[request_id] = "another rank failed"
 
     def on_received(self, request_ids: set[str]) -> None:
         """All ranks have reported these requests."""

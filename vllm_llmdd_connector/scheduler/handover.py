@@ -89,6 +89,13 @@ class Handover:
         """Whether some D takes it as soon as it is computed."""
         return any(suitor.has_blocks for suitor in self.suitors.values())
 
+    def keep_releases(self) -> None:
+        """The lease is void: D's ranks that were done with it want nothing of the next one."""
+        for claim_id, claim in self.lease.claims.items() if self.lease is not None else ():
+            suitor = self.suitors.get(claim_id)
+            if suitor is not None:
+                suitor.ranks_released |= claim.ranks_released
+
 
 class HandoverTable:
     """All handovers of one P engine."""
@@ -192,17 +199,23 @@ class HandoverTable:
         handover.suitors[claim_id].deadline_s = now_s + self._lease_s
         return True
 
-    def release(self, transfer_id: str, claim_id: int, rank: int, num_ranks: int) -> bool:
-        """A rank of D has all blocks that it wants, before P has a lease; whether it is known."""
+    def release(
+        self, transfer_id: str, claim_id: int, rank: int, num_ranks: int
+    ) -> Handover | None:
+        """A rank of D has all blocks that it wants, of a lease or without one; None if P knows of
+        no such computation."""
         handover = self._by_transfer.get(transfer_id)
-        if handover is None or handover.state is not HandoverState.ADMITTED:
-            return False
+        if handover is None or handover.state not in (
+            HandoverState.ADMITTED,
+            HandoverState.COMPUTED,
+        ):
+            return None
         suitor = handover.suitors.get(claim_id)
-        if suitor is not None:
+        if suitor is not None and handover.lease is None:
             suitor.ranks_released.add(rank)
             if len(suitor.ranks_released) >= num_ranks:
                 self.drop(transfer_id, claim_id)
-        return True
+        return handover
 
     def drop(self, transfer_id: str, claim_id: int) -> Handover | None:
         """A D needs nothing (more) of a transfer, whether it had announced it or not."""

@@ -365,6 +365,7 @@ class Producer:
             handover = self.handovers.of_request(prefill.request_id)
             if handover is not None and handover.lease is not None:
                 self.leases.void(handover.lease)
+                handover.keep_releases()
                 handover.lease = None
 
     def _hold(self, prefill: Prefill) -> None:

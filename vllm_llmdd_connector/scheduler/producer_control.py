@@ -164,15 +164,30 @@ class ProducerControl:
         self._producer.leases.drop(production, message.secret, message.claim_id)
 
     def _released(self, message: Release) -> Message:
-        leases, handovers = self._producer.leases, self._producer.handovers
-        secret, claim_id, rank = message.secret, message.claim_id, message.rank
-        is_held = leases.release(message.production, secret, claim_id, rank)
+        leases = self._producer.leases
+        is_held = leases.release(message.production, message.secret, message.claim_id, message.rank)
         if not is_held:
-            is_held = handovers.release(secret, claim_id, rank, leases.num_ranks)
-        elif not leases.has_claim(claim_id):
+            self._note_pushed(message)
+        elif not leases.has_claim(message.claim_id):
             # All ranks have it: should the prompt be preempted, this D needs no lease again.
-            handovers.drop(secret, claim_id)
+            self._producer.handovers.drop(message.secret, message.claim_id)
         return ReleaseAck(claim_id=message.claim_id, production=message.production, valid=is_held)
+
+    def _note_pushed(self, message: Release) -> None:
+        """A rank was perhaps sent all it wants before there was a lease, or before a preemption.
+
+        It will not ask for the next computation, so a lease of that does not wait for it. The
+        answer stays that this production is not held: a push was confirmed by its ``Done``, and a
+        pull from an ended lease must not pass for one of a later request with the same transfer id.
+        """
+        leases = self._producer.leases
+        handover = self._producer.handovers.release(
+            message.secret, message.claim_id, message.rank, leases.num_ranks
+        )
+        if handover is not None and handover.lease is not None:
+            leases.release(
+                handover.lease.production, message.secret, message.claim_id, message.rank
+            )
 
 
 def _grant(claim_id: int, lease: Lease) -> Grant:
