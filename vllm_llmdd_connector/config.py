@@ -74,6 +74,10 @@ class ConnectorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     kv_digest: str = ""
     """Debug: folder for per-layer, per-block digests of sent and received KV; slow. Empty: off."""
 
+    trace_dir: str = ""
+    """Folder for traces of every transfer, one file per process; see docs/tracing.md. Empty:
+    off."""
+
     prefill: dict[str, Any] | None = None
     """Accepted because vllm-ascend's platform code reads it; sizes are learnt from the peer."""
 

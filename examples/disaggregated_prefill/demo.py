@@ -32,6 +32,7 @@ from servers import (
     free_port,
     raise_on_terminate,
 )
+from traces import show_traces
 from verdict import Expected, check_digests, check_tokens, read_digests
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -224,6 +225,7 @@ def _spec(name: str, role: str, model: Model, digests: Path, control_port: int =
             "request_timeout_s": 240,
         },
     }
+    config["kv_connector_extra_config"]["trace_dir"] = str(digests.parent / "traces")
     arguments = ("--max-model-len", "4096")
     return ServerSpec(name, Path(model.name), config, arguments=arguments, dtype=model.dtype)
 
@@ -259,6 +261,7 @@ def main() -> int:
     work: Path = arguments.work_dir
     raise_on_terminate()
     shutil.rmtree(work / "digests", ignore_errors=True)
+    shutil.rmtree(work / "traces", ignore_errors=True)
     begin = time.monotonic()
     try:
         with Servers(work, lambda line: console.print(f"  {line}", style="dim")) as servers:
@@ -270,6 +273,7 @@ def main() -> int:
         console.print(str(error), style="red", markup=False)
         return 2
     show(rows)
+    show_traces(work / "traces", console)
     wrong = sum(bool(row.problems) for row in rows)
     console.print(
         f"{len(rows) - wrong} of {len(rows)} prompts right: KV digests of P and D, tokens and "

@@ -60,6 +60,8 @@ class Hello(Message, frozen=True, kw_only=True):
     fingerprint: msgspec.Raw
     """Read by ``read_fingerprint`` only after the versions agreed: other versions may differ in
     it."""
+    sent_s: float = 0.0
+    """D's monotonic clock; the answer returns it."""
 
 
 class Welcome(Message, frozen=True, kw_only=True):
@@ -70,6 +72,11 @@ class Welcome(Message, frozen=True, kw_only=True):
     """By tensor parallel rank."""
     lease_s: Annotated[float, msgspec.Meta(gt=0, le=1e9)]
     """How long P holds blocks without a sign of life; D renews several times in this span."""
+    hello_sent_s: float | None = None
+    """``Hello.sent_s``: with several on the way, the one that this answers."""
+    clock_s: float | None = None
+    """P's monotonic clock. With ``hello_sent_s`` it tells D how far the clocks are apart, which
+    only traces need."""
 
 
 class Reject(Message, frozen=True, kw_only=True):

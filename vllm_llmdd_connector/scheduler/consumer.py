@@ -146,6 +146,11 @@ class Consumer:
         # loaded either: vLLM would let a sliding window move past the block that it still reads.
         return (num_tokens - 1, True) if num_tokens > 1 else (0, False)
 
+    def transfer_of(self, request_id: str) -> str | None:
+        """The transfer id of a request with a ticket."""
+        entry = self._requests.get(request_id)
+        return None if entry is None else entry.ticket.transfer_id
+
     def is_open(self, request_id: str) -> bool:
         """Whether an allocation for this request still decides about its remote blocks."""
         entry = self._requests.get(request_id)

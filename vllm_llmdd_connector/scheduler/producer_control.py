@@ -103,6 +103,8 @@ class ProducerControl:
                 instance=self._instance,
                 workers=self._workers,
                 lease_s=self._config.lease_s,
+                hello_sent_s=message.sent_s,
+                clock_s=self._clock(),
             )
         self._stats.count_failure("handshake")
         if problem not in self._logged_refusals and len(self._logged_refusals) < MAX_LOGGED:

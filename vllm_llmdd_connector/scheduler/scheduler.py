@@ -22,7 +22,9 @@ from vllm_llmdd_connector.scheduler.callers import Callers
 from vllm_llmdd_connector.scheduler.consumer import Consumer
 from vllm_llmdd_connector.scheduler.producer import Producer
 from vllm_llmdd_connector.scheduler.producer_control import ProducerControl
+from vllm_llmdd_connector.scheduler.request_trace import ConsumerTrace, ProducerTrace
 from vllm_llmdd_connector.scheduler.summons import SummonsTable
+from vllm_llmdd_connector.trace.recorder import NO_TRACE, open_trace
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -62,6 +64,15 @@ class SchedulerConnector:
             self._control_port(),
             lambda: self._stats.count("junk_messages"),
         )
+        self._recorder = open_trace(
+            config.trace_dir,
+            str(transfer.kv_role),
+            str(transfer.engine_id),
+            "scheduler",
+            instance=self._instance,
+        )
+        self._producer_trace: ProducerTrace | None = None
+        self._consumer_trace: ConsumerTrace | None = None
         if transfer.is_kv_producer:
             self._producer = Producer(
                 config,
@@ -75,6 +86,10 @@ class SchedulerConnector:
                 self._stats,
             )
             self._callers = Callers(config, self._server.port, self._producer, self._stats)
+
+            if self._recorder is not None:
+                block_sizes = [group.block_size for group in self._groups]
+                self._producer_trace = ProducerTrace(self._recorder, block_sizes, self._transferred)
 
     def _control_port(self) -> int:
         if not self._config.control_port:
@@ -116,6 +131,7 @@ class SchedulerConnector:
                 time.monotonic,
                 lambda number: self._stats.count("junk_messages", number),
                 takes_push=can_push,
+                trace=self._recorder or NO_TRACE,
             )
             block_sizes = [group.block_size for group in self._groups]
             make_post = partial(
@@ -137,6 +153,8 @@ class SchedulerConnector:
                 self._groups,
                 self._summons,
             )
+            if self._recorder is not None:
+                self._consumer_trace = ConsumerTrace(self._recorder, self._consumer.transfer_of)
         self._server.start(partial(self._on_message, control))
         logger.info("control channel listens on %s:%d", self._config.host, self._server.port)
 
@@ -161,8 +179,12 @@ class SchedulerConnector:
     def on_new_request(self, request: "Request") -> None:
         if self._callers is not None:
             self._callers.on_new_request(request)
+        if self._producer_trace is not None:
+            self._producer_trace.on_new_request(request)
         if self._consumer is not None:
             self._consumer.on_new_request(request)
+            if self._consumer_trace is not None:
+                self._consumer_trace.on_new_request(request)
             if self._producer is None and not wants_remote_prefill(request.kv_transfer_params):
                 self._count_local_prefill(request)
 
@@ -179,6 +201,8 @@ class SchedulerConnector:
         self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int
     ) -> None:
         if self._consumer is not None and self._consumer.is_open(request.request_id):
+            if self._consumer_trace is not None:
+                self._consumer_trace.on_allocated(request, num_external_tokens)
             block_ids = self._transferred(blocks.get_block_ids())
             self._consumer.on_allocated(request.request_id, block_ids, num_external_tokens)
 
@@ -191,6 +215,10 @@ class SchedulerConnector:
             self._producer.fill(step, output)
         if self._consumer is not None:
             self._consumer.fill(step)
+        if self._producer_trace is not None:
+            self._producer_trace.fill(step, output)
+        if self._consumer_trace is not None:
+            self._consumer_trace.fill(output)
         return step
 
     def update_connector_output(self, output: "KVConnectorOutput") -> None:
@@ -205,11 +233,16 @@ class SchedulerConnector:
     def request_finished(
         self, request: "Request", block_ids: Sequence[Sequence[int]]
     ) -> tuple[bool, dict[str, Any] | None]:
+        if self._consumer_trace is not None:
+            self._consumer_trace.request_finished(request)
         if self._consumer is not None:
             self._consumer.request_finished(request)
         if self._producer is None:
             return False, None
-        return self._producer.request_finished(request, block_ids)
+        result = self._producer.request_finished(request, block_ids)
+        if self._producer_trace is not None:
+            self._producer_trace.request_finished(request, result[1] is not None)
+        return result
 
     def reset_cache(self) -> bool:
         """The prefix cache is to be reset: give back what ended leases still hold."""
@@ -227,6 +260,8 @@ class SchedulerConnector:
             self._callers.close()
         if self._client is not None:
             self._client.close()
+        if self._recorder is not None:
+            self._recorder.close()
 
     def _transferred(self, block_ids: Sequence[Sequence[int]]) -> list[Sequence[int]]:
         return [block_ids[group.group_id] for group in self._groups]
