@@ -5,18 +5,12 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-from contract.cluster import Cluster, block_pieces, moved
+from contract.cluster import block_pieces, moved
+from contract.engines import Restriction, refused_by_vendor, remote_mode
 from contract.errors import refused, wait_until
-from contract.peer import Peer
-
-Pair = Callable[..., tuple[Cluster, Peer]]
-MakeLocal = Callable[..., Cluster]
-MakePeer = Callable[..., Peer]
-
-MIB = 1 << 20
+from contract.fixtures import MakeLocal, MakePeer, Pair
 
 
 class TestThreads:
@@ -26,9 +20,9 @@ class TestThreads:
         local = make_local()
         peers = [make_peer(cluster_id) for cluster_id in (2, 3, 4)]
         sources = [peer.add_blocks(blocks=64, seed=100 * peer.cluster_id) for peer in peers]
+        caches = [local.add_blocks(blocks=64, model_id=model) for model in range(3)]
         for peer in peers:
             assert local.link(peer.cluster_id, peer.listen_port).name == "LLM_SUCCESS"
-        caches = [local.add_blocks(blocks=64, model_id=model) for model in range(3)]
         contents = [peer.dump(source) for peer, source in zip(peers, sources, strict=True)]
 
         def pull(index: int) -> bool:
@@ -46,6 +40,7 @@ class TestThreads:
         with ThreadPoolExecutor(3) as pool:
             assert all(pool.map(pull, range(3)))
 
+    @refused_by_vendor(Restriction.ONE_CALL_PER_LINK)
     def test_concurrent_pulls_on_one_link(self, pair: Pair) -> None:
         local, peer = pair()
         source = peer.add_blocks(blocks=64, seed=100)
@@ -61,6 +56,7 @@ class TestThreads:
         pairs = block_pieces([63 - i for i in range(8)], list(range(8)), 64)
         assert local.dump(cache) == moved(before, peer.dump(source), pairs)
 
+    @remote_mode
     def test_pulls_and_pushes_in_both_directions(self, pair: Pair) -> None:
         """Both ends start transfers while they serve the other's."""
         local, peer = pair()
@@ -87,6 +83,7 @@ class TestThreads:
         pull.join()
         assert local.dump(cache) == moved(before, peer.dump(source), block_pieces([1], [1], 64))
 
+    @refused_by_vendor(Restriction.REGISTER_FIRST)
     def test_registering_and_pulling_together(self, pair: Pair) -> None:
         local, peer = pair()
         peer.add_blocks()
@@ -156,6 +153,7 @@ class TestNothingIsLeftBehind:
             assert local.link(3, peer.listen_port).name == "LLM_LINK_FAILED"
         assert (local.descriptors(), local.native_threads()) == before
 
+    @refused_by_vendor(Restriction.REGISTER_FIRST)
     def test_registrations_and_refused_calls(self, pair: Pair) -> None:
         local, peer = pair()
         peer.add_blocks()

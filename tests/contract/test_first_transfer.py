@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 
+from contract.actions import names
 from contract.cluster import FirstCluster, block_pieces, moved
 from contract.errors import refused
+from contract.fixtures import Linked
 from contract.layerwise import recorder
 from contract.peer import Peer
-
-Linked = tuple[FirstCluster, Peer]
 
 
 @pytest.fixture
@@ -23,10 +22,6 @@ def linked(engine: str, make_peer: Callable[..., Peer]) -> Iterator[Linked]:
     assert peer.link(1, local.port()).name == "LLM_SUCCESS"
     yield local, peer
     local.finalize()
-
-
-def names(task: Any) -> list[str | None]:
-    return [None if status is None else status.name for status in task.get_results()]
 
 
 def test_rows_and_blocks_arrive(linked: Linked) -> None:

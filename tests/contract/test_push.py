@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 
-from contract.cluster import Cluster, block_pieces, moved
-from contract.errors import refused
-from contract.peer import Peer
+from contract.cluster import block_pieces, moved
+from contract.engines import message_mode, remote_mode
+from contract.errors import none_error, refused
+from contract.fixtures import Pair
 
-Pair = Callable[..., tuple[Cluster, Peer]]
 
-
+@remote_mode
 class TestPushBlocks:
     @pytest.mark.parametrize(
         ("src", "dst"),
@@ -130,11 +128,14 @@ class TestPushBlocks:
     def test_wrong_kind_of_key(self, pair: Pair) -> None:
         local, _ = pair()
         cache = local.add_blocks()
-        for key in (local.api.CacheKeyByIdAndIndex(2, 1), local.api.CacheKey(2, 1), None):
+        for key in (local.api.CacheKeyByIdAndIndex(2, 1), local.api.CacheKey(2, 1)):
             with pytest.raises(TypeError):
                 local.push_blocks(key, cache, [0], [0])
+        with pytest.raises(none_error(local.api)):
+            local.push_blocks(None, cache, [0], [0])
 
 
+@remote_mode
 class TestPushCache:
     def test_row_goes_to_row(self, pair: Pair) -> None:
         local, peer = pair()
@@ -160,6 +161,7 @@ class TestPushCache:
         cache, target = local.add_rows(), peer.add_rows()
         blocks = peer.add_blocks(blocks=4, block_bytes=256)
         other = peer.add_rows(row_bytes=128)
+        own_blocks = local.add_blocks()
         key = local.api.CacheKeyByIdAndIndex
         before = peer.dump(target)
         with refused(local.api):
@@ -173,7 +175,7 @@ class TestPushCache:
         with refused(local.api):
             local.push_cache(key(2, other), cache)
         with refused(local.api):
-            local.push_cache(key(2, target), local.add_blocks())
+            local.push_cache(key(2, target), own_blocks)
         with refused(local.api, "LLM_KV_CACHE_NOT_EXIST"):
             local.push_cache(key(2, 99), cache)
         with pytest.raises(TypeError):
@@ -181,15 +183,18 @@ class TestPushCache:
         assert peer.dump(target) == before
 
 
+@message_mode
 def test_message_mode_has_no_push(pair: Pair) -> None:
-    local, peer = pair(remote=False)
+    local, peer = pair()
     peer.add_blocks()
+    blocks, rows = local.add_blocks(), local.add_rows()
     with refused(local.api):
-        local.push_blocks(local.api.BlocksCacheKey(2), local.add_blocks(), [0], [0])
+        local.push_blocks(local.api.BlocksCacheKey(2), blocks, [0], [0])
     with refused(local.api):
-        local.push_cache(local.api.CacheKeyByIdAndIndex(2, 1), local.add_rows())
+        local.push_cache(local.api.CacheKeyByIdAndIndex(2, 1), rows)
 
 
+@remote_mode
 class TestUnregisteringDestination:
     def test_nothing_is_written_after_unregistering(self, pair: Pair) -> None:
         local, peer = pair()
