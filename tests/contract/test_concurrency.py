@@ -14,7 +14,7 @@ from contract.fixtures import MakeLocal, MakePeer, Pair
 
 
 class TestThreads:
-    def test_concurrent_pulls_on_several_links(
+    def test_c86_concurrent_pulls_on_several_links(
         self, make_local: MakeLocal, make_peer: MakePeer
     ) -> None:
         local = make_local()
@@ -121,7 +121,7 @@ class TestIdle:
 
 
 class TestNothingIsLeftBehind:
-    def test_links(self, make_local: MakeLocal, make_peer: MakePeer) -> None:
+    def test_c87_links(self, make_local: MakeLocal, make_peer: MakePeer) -> None:
         peer, local = make_peer(), make_local()
         peer.add_blocks()
         cache = local.add_blocks()
@@ -144,7 +144,7 @@ class TestNothingIsLeftBehind:
             assert fds_now <= fds + 4
             assert threads_now <= threads + 1
 
-    def test_failed_links(self, make_local: MakeLocal, make_peer: MakePeer) -> None:
+    def test_c87_failed_links(self, make_local: MakeLocal, make_peer: MakePeer) -> None:
         peer, local = make_peer(2), make_local()
         for _ in range(20):
             local.link(3, peer.listen_port)
@@ -154,7 +154,7 @@ class TestNothingIsLeftBehind:
         assert (local.descriptors(), local.native_threads()) == before
 
     @refused_by_vendor(Restriction.REGISTER_FIRST)
-    def test_registrations_and_refused_calls(self, pair: Pair) -> None:
+    def test_c87_registrations_and_refused_calls(self, pair: Pair) -> None:
         local, peer = pair()
         peer.add_blocks()
 
@@ -172,7 +172,7 @@ class TestNothingIsLeftBehind:
             cycle()
         assert local.resident_kib() < before + 4096
 
-    def test_engines(self, make_local: MakeLocal) -> None:
+    def test_c87_engines(self, make_local: MakeLocal) -> None:
         make_local().finalize()
         local = make_local()
         local.finalize()

@@ -56,7 +56,7 @@ class TestKilledPeer:
             local.push_blocks(local.api.BlocksCacheKey(2), cache, [0], [0])
         killer.join()
 
-    def test_unlink_needs_force(self, pair: Pair) -> None:
+    def test_c79_unlink_needs_force(self, pair: Pair) -> None:
         local, peer = pair()
         peer.kill()
         assert local.unlink(2).name == "LLM_UNLINK_FAILED"
@@ -64,7 +64,7 @@ class TestKilledPeer:
         assert local.unlink(2, force=True).name == "LLM_SUCCESS"
         assert local.unlink(2).name == "LLM_SUCCESS"
 
-    def test_restarted_peer_links_again(
+    def test_c79_restarted_peer_links_again(
         self, pair: Pair, make_peer: MakePeer, remote: bool
     ) -> None:
         local, peer = pair()
@@ -111,7 +111,9 @@ class TestStoppedPeer:
         yield local, peer
         peer.resume()
 
-    def test_pull_times_out_and_nothing_changes_later(self, stopped: tuple[Cluster, Peer]) -> None:
+    def test_c48_pull_times_out_and_nothing_changes_later(
+        self, stopped: tuple[Cluster, Peer]
+    ) -> None:
         local, peer = stopped
         source, cache = peer.add_blocks(seed=100), local.add_blocks()
         before = local.dump(cache)
@@ -135,7 +137,7 @@ class TestStoppedPeer:
         assert peer.port() == peer.listen_port
         assert pull.dump() == after
 
-    def test_timed_out_link_refuses_until_it_is_linked_again(
+    def test_c48_timed_out_link_refuses_until_it_is_linked_again(
         self, stopped: tuple[Cluster, Peer]
     ) -> None:
         local, peer = stopped
@@ -155,7 +157,7 @@ class TestStoppedPeer:
         assert local.dump(cache) == moved(before, peer.dump(source), block_pieces([0], [0], 64))
 
     @remote_mode
-    def test_push_times_out_and_is_not_done_later(self, stopped: tuple[Cluster, Peer]) -> None:
+    def test_c48_push_times_out_and_is_not_done_later(self, stopped: tuple[Cluster, Peer]) -> None:
         """The source may reuse its memory after the timeout, so the peer must not read it then."""
         local, peer = stopped
         target, cache = peer.add_blocks(), local.add_blocks(seed=100)

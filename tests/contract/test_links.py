@@ -30,7 +30,7 @@ class TestLinking:
         assert local.link(2**48 - 1, peer.listen_port).name == "LLM_SUCCESS"
         assert pull_works(local, peer, cache, source)
 
-    def test_second_link_is_refused(self, pair: Pair) -> None:
+    def test_c77_second_link_is_refused(self, pair: Pair) -> None:
         local, peer = pair()
         assert local.link(2, peer.listen_port).name == "LLM_ALREADY_LINK"
 
@@ -38,7 +38,9 @@ class TestLinking:
         local, peer = pair()
         assert peer.link(1, local.port()).name == "LLM_ALREADY_LINK"
 
-    def test_several_clusters_in_one_call(self, make_local: MakeLocal, make_peer: MakePeer) -> None:
+    def test_c76_several_clusters_in_one_call(
+        self, make_local: MakeLocal, make_peer: MakePeer
+    ) -> None:
         peers = [make_peer(cluster_id) for cluster_id in (2, 3, 4)]
         local = make_local()
         infos = [local._info(peer.cluster_id, peer.listen_port) for peer in peers]
@@ -98,7 +100,7 @@ class TestLinking:
 
 
 class TestRefusals:
-    def test_closed_port(self, make_local: MakeLocal) -> None:
+    def test_c77_closed_port(self, make_local: MakeLocal) -> None:
         local = make_local()
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
@@ -107,7 +109,7 @@ class TestRefusals:
         assert explains(local, 2, "refused")
 
     @refused_by_vendor(Restriction.LINK_WAITS_FOR_EVER)
-    def test_silent_listener_is_left_at_the_timeout(self, make_local: MakeLocal) -> None:
+    def test_c77_silent_listener_is_left_at_the_timeout(self, make_local: MakeLocal) -> None:
         local = make_local()
         with socket.create_server(("127.0.0.1", 0)) as silent:
             status = local.link(2, silent.getsockname()[1], timeout_ms=200)
@@ -123,7 +125,7 @@ class TestRefusals:
         assert explains(local, 3, "2")
         assert local.link(2, peer.listen_port).name == "LLM_SUCCESS"
 
-    def test_other_mode_is_refused_on_both_sides(
+    def test_c84_other_mode_is_refused_on_both_sides(
         self, make_local: MakeLocal, make_peer: MakePeer
     ) -> None:
         peer, local = make_peer(remote=False), make_local(remote=True)
@@ -158,7 +160,7 @@ class TestRefusals:
         assert local.link(2, peer.listen_port).name == "LLM_SUCCESS"
         assert local.link_error(2) == ""
 
-    def test_arguments(self, make_local: MakeLocal) -> None:
+    def test_c78_arguments(self, make_local: MakeLocal) -> None:
         local = make_local()
         datadist, info = local.datadist, local._info(2, 1)
         for call in (datadist.link_clusters, datadist.unlink_clusters):
@@ -186,7 +188,7 @@ class TestRefusals:
 
 
 class TestUnlinking:
-    def test_pull_after_unlink_and_after_relink(self, pair: Pair) -> None:
+    def test_c79_pull_after_unlink_and_after_relink(self, pair: Pair) -> None:
         local, peer = pair()
         cache, source = local.add_blocks(), peer.add_blocks(seed=100)
         assert local.unlink(2).name == "LLM_SUCCESS"

@@ -35,7 +35,7 @@ class TestBlocksToBlocks:
             ([3, 3, 3], [7, 8, 2]),
         ],
     )
-    def test_any_pairs_arrive_and_other_bytes_stay(
+    def test_c44_any_pairs_arrive_and_other_bytes_stay(
         self, pair: Pair, src: list[int], dst: list[int]
     ) -> None:
         local, peer = pair()
@@ -44,7 +44,7 @@ class TestBlocksToBlocks:
         local.pull_blocks(local.api.BlocksCacheKey(2), cache, src, dst)
         assert local.dump(cache) == moved(before, peer.dump(source), block_pieces(src, dst, 64))
 
-    def test_random_permutations_arrive(self, pair: Pair) -> None:
+    def test_c44_random_permutations_arrive(self, pair: Pair) -> None:
         local, peer = pair()
         source, cache = peer.add_blocks(blocks=100, seed=100), local.add_blocks(blocks=100)
         content = peer.dump(source)
@@ -90,7 +90,7 @@ class TestBlocksToBlocks:
         local.pull_blocks(local.api.BlocksCacheKey(2), cache, [1], [1])
         assert local.dump(cache) == moved(before, peer.dump(source), block_pieces([1], [1], 64))
 
-    def test_sixty_one_layers_and_a_thousand_scattered_blocks(self, pair: Pair) -> None:
+    def test_c85_sixty_one_layers_and_a_thousand_scattered_blocks(self, pair: Pair) -> None:
         local, peer = pair()
         source = peer.add_blocks(tensors=122, blocks=1500, block_bytes=128, seed=1000)
         cache = local.add_blocks(tensors=122, blocks=1500, block_bytes=128)
@@ -100,7 +100,7 @@ class TestBlocksToBlocks:
         local.pull_blocks(local.api.BlocksCacheKey(2), cache, src, dst)
         assert local.dump(cache) == moved(before, peer.dump(source), block_pieces(src, dst, 128))
 
-    def test_two_hundred_and_forty_addresses(self, pair: Pair) -> None:
+    def test_c85_two_hundred_and_forty_addresses(self, pair: Pair) -> None:
         local, peer = pair()
         source = peer.add_blocks(tensors=240, blocks=4, seed=1000)
         cache = local.add_blocks(tensors=240, blocks=4)
@@ -124,7 +124,7 @@ class TestBlocksToBlocks:
 
 
 class TestBlocksToBlocksRefusals:
-    def test_unequal_list_lengths(self, pair: Pair) -> None:
+    def test_c44_unequal_list_lengths(self, pair: Pair) -> None:
         local, peer = pair()
         peer.add_blocks()
         cache = local.add_blocks()
@@ -132,7 +132,7 @@ class TestBlocksToBlocksRefusals:
             local.pull_blocks(local.api.BlocksCacheKey(2), cache, [1, 2], [1])
 
     @pytest.mark.parametrize(("src", "dst"), [([16], [0]), ([0], [16]), ([2**63], [0])])
-    def test_index_out_of_range(self, pair: Pair, src: list[int], dst: list[int]) -> None:
+    def test_c44_index_out_of_range(self, pair: Pair, src: list[int], dst: list[int]) -> None:
         local, peer = pair()
         peer.add_blocks()
         cache = local.add_blocks(seed=9)
@@ -142,7 +142,7 @@ class TestBlocksToBlocksRefusals:
         assert local.dump(cache) == before
 
     @pytest.mark.parametrize(("src", "dst"), [([-1], [0]), ([0], [-1]), (["0"], [0]), ([0.0], [0])])
-    def test_list_of_anything_else_is_a_type_error(
+    def test_c44_list_of_anything_else_is_a_type_error(
         self, pair: Pair, src: list[int], dst: list[int]
     ) -> None:
         local, peer = pair()
@@ -165,7 +165,7 @@ class TestBlocksToBlocksRefusals:
             with pytest.raises(none_error(local.api)):
                 local.manager.pull_blocks(*arguments)
 
-    def test_empty_lists(self, pair: Pair) -> None:
+    def test_c44_c46_empty_lists(self, pair: Pair) -> None:
         local, _ = pair()
         cache = local.add_blocks()
         with refused(local.api):
@@ -180,7 +180,7 @@ class TestBlocksToBlocksRefusals:
         with refused(local.api, says="destination 64, source has 32"):
             local.pull_blocks(local.api.BlocksCacheKey(2), cache, [0], [0])
 
-    def test_other_number_of_tensors(self, pair: Pair) -> None:
+    def test_c40_other_number_of_tensors(self, pair: Pair) -> None:
         local, peer = pair()
         peer.add_blocks(tensors=6)
         cache = local.add_blocks(tensors=4)
@@ -194,13 +194,13 @@ class TestBlocksToBlocksRefusals:
         with refused(local.api, "LLM_KV_CACHE_NOT_EXIST"):
             local.pull_blocks(local.api.BlocksCacheKey(2, 2), cache, [0], [0])
 
-    def test_contiguous_destination(self, pair: Pair) -> None:
+    def test_c47_contiguous_destination(self, pair: Pair) -> None:
         local, _ = pair()
         cache = local.add_rows()
         with refused(local.api):
             local.pull_blocks(local.api.BlocksCacheKey(2), cache, [0], [0])
 
-    def test_local_faults_come_before_the_missing_link(
+    def test_c42_local_faults_come_before_the_missing_link(
         self, make_local: Callable[..., Cluster]
     ) -> None:
         local = make_local()
@@ -241,7 +241,7 @@ class TestRegistrationChanges:
 
 
 class TestLayerRanges:
-    def test_layers_go_to_other_layers(self, pair: Pair) -> None:
+    def test_c38_layers_go_to_other_layers(self, pair: Pair) -> None:
         local, peer = pair()
         source, cache = peer.add_blocks(tensors=8, seed=100), local.add_blocks(tensors=8)
         before, content = local.dump(cache), peer.dump(source)
@@ -256,7 +256,7 @@ class TestLayerRanges:
         after = moved(before[4:], content[:4], block_pieces([1], [2], 64))
         assert local.dump(cache) == before[:4] + after
 
-    def test_one_tensor_per_layer(self, pair: Pair) -> None:
+    def test_c39_one_tensor_per_layer(self, pair: Pair) -> None:
         local, peer = pair()
         source, cache = peer.add_blocks(tensors=3, seed=100), local.add_blocks(tensors=1)
         before, content = local.dump(cache), peer.dump(source)
@@ -282,14 +282,14 @@ class TestLayerRanges:
             {"tensor_num_per_layer": 0},
         ],
     )
-    def test_ranges_that_do_not_fit(self, pair: Pair, options: dict[str, object]) -> None:
+    def test_c39_ranges_that_do_not_fit(self, pair: Pair, options: dict[str, object]) -> None:
         local, peer = pair()
         peer.add_blocks()
         cache = local.add_blocks()
         with refused(local.api):
             local.pull_blocks(local.api.BlocksCacheKey(2), cache, [0], [0], **options)
 
-    def test_wrong_types(self, pair: Pair) -> None:
+    def test_c39_wrong_types(self, pair: Pair) -> None:
         local, peer = pair()
         peer.add_blocks()
         cache, key = local.add_blocks(), local.api.BlocksCacheKey(2)
@@ -302,7 +302,7 @@ class TestLayerRanges:
 
 
 class TestRowToBlocks:
-    def test_chunks_go_to_blocks_in_list_order(self, pair: Pair) -> None:
+    def test_c45_chunks_go_to_blocks_in_list_order(self, pair: Pair) -> None:
         local, peer = pair()
         source, cache = peer.add_rows(row_bytes=256, seed=100), local.add_blocks()
         before = local.dump(cache)
@@ -311,7 +311,7 @@ class TestRowToBlocks:
         pieces = [(512 + 64 * i, 64 * block, 64) for i, block in enumerate([9, 3, 4, 0])]
         assert local.dump(cache) == moved(before, peer.dump(source), pieces)
 
-    def test_last_chunk_of_a_row_is_partial(self, pair: Pair) -> None:
+    def test_c45_last_chunk_of_a_row_is_partial(self, pair: Pair) -> None:
         local, peer = pair()
         source, cache = peer.add_rows(row_bytes=150, seed=100), local.add_blocks()
         before = local.dump(cache)
@@ -319,7 +319,7 @@ class TestRowToBlocks:
         pieces = [(150, 320, 64), (214, 384, 64), (278, 64, 22)]
         assert local.dump(cache) == moved(before, peer.dump(source), pieces)
 
-    def test_short_list_takes_the_first_chunks_whole(self, pair: Pair) -> None:
+    def test_c45_short_list_takes_the_first_chunks_whole(self, pair: Pair) -> None:
         local, peer = pair()
         source, cache = peer.add_rows(row_bytes=150, seed=100), local.add_blocks()
         before = local.dump(cache)
@@ -327,7 +327,7 @@ class TestRowToBlocks:
         pieces = [(0, 320, 64), (64, 448, 64)]
         assert local.dump(cache) == moved(before, peer.dump(source), pieces)
 
-    def test_row_by_request_key(self, pair: Pair) -> None:
+    def test_c45_row_by_request_key(self, pair: Pair) -> None:
         local, peer = pair()
         keys = [local.api.CacheKey(2, 11), local.api.CacheKey(2, 12)]
         source, cache = peer.add_rows(keys=keys, seed=100), local.add_blocks()
@@ -341,13 +341,13 @@ class TestRowToBlocks:
         with refused(local.api):
             local.pull_blocks(local.api.CacheKeyByIdAndIndex(2, source), cache, [], [0, 1, 2])
 
-    def test_source_row_out_of_range(self, pair: Pair) -> None:
+    def test_c45_source_row_out_of_range(self, pair: Pair) -> None:
         local, peer = pair()
         source, cache = peer.add_rows(rows=4), local.add_blocks()
         with refused(local.api, "LLM_KV_CACHE_NOT_EXIST"):
             local.pull_blocks(local.api.CacheKeyByIdAndIndex(2, source, 4), cache, [], [0])
 
-    def test_source_blocks_do_not_go_with_a_row(self, pair: Pair) -> None:
+    def test_c46_source_blocks_do_not_go_with_a_row(self, pair: Pair) -> None:
         local, peer = pair()
         source, cache = peer.add_rows(), local.add_blocks()
         with refused(local.api):

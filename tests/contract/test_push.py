@@ -16,7 +16,7 @@ class TestPushBlocks:
         ("src", "dst"),
         [([0], [15]), ([4, 5, 6], [1, 2, 3]), ([15, 14, 13], [0, 2, 1]), ([3, 3], [7, 8])],
     )
-    def test_any_pairs_arrive_and_other_bytes_stay(
+    def test_c51_any_pairs_arrive_and_other_bytes_stay(
         self, pair: Pair, src: list[int], dst: list[int]
     ) -> None:
         local, peer = pair()
@@ -64,7 +64,7 @@ class TestPushBlocks:
     @pytest.mark.parametrize(
         ("src", "dst"), [([], [1]), ([1], []), ([1, 2], [1]), ([16], [0]), ([0], [16])]
     )
-    def test_lists_that_do_not_fit(self, pair: Pair, src: list[int], dst: list[int]) -> None:
+    def test_c51_lists_that_do_not_fit(self, pair: Pair, src: list[int], dst: list[int]) -> None:
         local, peer = pair()
         cache, target = local.add_blocks(seed=100), peer.add_blocks()
         before = peer.dump(target)
@@ -81,7 +81,7 @@ class TestPushBlocks:
             with refused(local.api):
                 local.push_blocks(local.api.BlocksCacheKey(2, model_id), cache, [0], [0])
 
-    def test_unknown_caches_and_clusters(self, pair: Pair) -> None:
+    def test_c54_unknown_caches_and_clusters(self, pair: Pair) -> None:
         local, _ = pair()
         cache = local.add_blocks()
         with refused(local.api, "LLM_KV_CACHE_NOT_EXIST"):
@@ -137,7 +137,7 @@ class TestPushBlocks:
 
 @remote_mode
 class TestPushCache:
-    def test_row_goes_to_row(self, pair: Pair) -> None:
+    def test_c50_row_goes_to_row(self, pair: Pair) -> None:
         local, peer = pair()
         cache, target = local.add_rows(seed=100), peer.add_rows(rows=9)
         before = peer.dump(target)
@@ -156,7 +156,7 @@ class TestPushCache:
         )
         assert peer.dump(target) == before[:4] + moved(before[4:], content[:4], [(0, 0, 256)])
 
-    def test_refusals(self, pair: Pair) -> None:
+    def test_c50_refusals(self, pair: Pair) -> None:
         local, peer = pair()
         cache, target = local.add_rows(), peer.add_rows()
         blocks = peer.add_blocks(blocks=4, block_bytes=256)
@@ -184,7 +184,7 @@ class TestPushCache:
 
 
 @message_mode
-def test_message_mode_has_no_push(pair: Pair) -> None:
+def test_c49_message_mode_has_no_push(pair: Pair) -> None:
     local, peer = pair()
     peer.add_blocks()
     blocks, rows = local.add_blocks(), local.add_rows()

@@ -163,7 +163,7 @@ class TestRemoteAccess:
             ({}, {"host": True}),
         ],
     )
-    def test_inaccessible_cache_is_refused(
+    def test_c52_inaccessible_cache_is_refused(
         self, pair: Pair, here: dict[str, bool], there: dict[str, bool]
     ) -> None:
         local, peer = pair()
@@ -176,7 +176,7 @@ class TestRemoteAccess:
             local.push_blocks(key, cache, [0], [0])
 
     @remote_mode
-    def test_host_cache_registered_as_accessible(self, pair: Pair) -> None:
+    def test_c53_host_cache_registered_as_accessible(self, pair: Pair) -> None:
         local, peer = pair()
         source = peer.add_blocks(host=True, accessible=True, seed=100)
         cache = local.add_blocks(host=True, accessible=True)

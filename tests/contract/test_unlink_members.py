@@ -127,7 +127,7 @@ class TestUnlink:
         time.sleep(1)
         assert sum(local.wake_ups().values()) - before <= 30
 
-    def test_many_cycles_leave_nothing(
+    def test_c87_many_cycles_leave_nothing(
         self, make_local: MakeLocal, make_peer: MakePeer, name: str
     ) -> None:
         peer, local = make_peer(), make_local()

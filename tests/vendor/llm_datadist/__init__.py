@@ -42,5 +42,13 @@ def _add_submodules() -> None:
         setattr(sys.modules[parent], last, module)
 
 
-__getattr__ = _finder(__name__, strict_vendor)
+def __getattr__(name: str) -> object:
+    """Classes that our package imports when they are first used."""
+    if name in _LAZY:
+        return getattr(strict_vendor, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+_LAZY = frozenset({"CacheTask", "KvCache", "KvCacheManager", "Tensor", "TensorDesc"})
+globals().update({name: getattr(strict_vendor, name) for name in {*__all__} - _LAZY})
 _add_submodules()
