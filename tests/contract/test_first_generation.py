@@ -48,9 +48,31 @@ class TestInit:
         with refused(api):
             api.LLMDataDist(api.LLMRole.PROMPT, 1).init(options)
 
-    def test_several_devices_are_not_there(self, api: Any) -> None:
-        with refused(api, "LLM_FEATURE_NOT_ENABLED"):
-            api.LLMDataDist(api.LLMRole.DECODER, 1).init({"ge.exec.deviceId": "0;1"})
+    @pytest.mark.parametrize("devices", [[0, 1], (3, 4, 5), [0, 0]])
+    def test_several_devices_are_not_there(self, api: Any, devices: Any) -> None:
+        """The option of a device list, for either role, and no matter how many addresses."""
+        for role, address in (
+            (api.LLMRole.DECODER, ""),
+            (api.LLMRole.PROMPT, ";".join(["127.0.0.1:26000"] * len(devices))),
+        ):
+            config = api.LLMConfig()
+            config.device_id = devices
+            config.listen_ip_info = address
+            options = config.generate_options()
+            assert options["ge.exec.deviceId"] == ";".join(map(str, devices))
+            datadist = api.LLMDataDist(role, 1)
+            with refused(api, "LLM_FEATURE_NOT_ENABLED"):
+                datadist.init(options)
+            with pytest.raises(RuntimeError):
+                _ = datadist.kv_cache_manager
+
+    def test_list_of_one_device(self, api: Any) -> None:
+        config = api.LLMConfig()
+        config.device_id = [1]
+        datadist = api.LLMDataDist(api.LLMRole.DECODER, 1)
+        datadist.init(config.generate_options())
+        assert datadist.kv_cache_manager.is_initialized()
+        datadist.finalize()
 
     def test_address_of_the_cluster_info(self, api: Any) -> None:
         config = api.LLMConfig()

@@ -203,6 +203,7 @@ class KvCacheManager:
                 by_key=False,
                 rows_to_blocks=False,
             )
+            self._link_use.add_task((config.dst_cluster_id for config in transfer_configs), task)
         return CacheTask(task, first_generation_status)
 
     def copy_cache(
