@@ -1,11 +1,10 @@
-"""Processes that cannot read each other's memory, and strangers at the listening port."""
+"""Processes that cannot read each other's memory."""
 
 from __future__ import annotations
 
 import errno
 import os
 import shutil
-import socket
 import subprocess
 import sys
 
@@ -95,38 +94,3 @@ sys.stdin.read()
             assert local.link(2, int(line)).name == "LLM_LINK_FAILED"
             assert explains(local, 2, "PID namespace")
             hidden.communicate("")
-
-
-class TestStrangers:
-    """Bytes that are not from an engine, sent to the listening port."""
-
-    @pytest.mark.parametrize(
-        "data",
-        [
-            b"",
-            b"\x00",
-            b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
-            b"\xff" * 4096,
-            os.urandom(1000),
-        ],
-        ids=["nothing", "one byte", "http", "ones", "random"],
-    )
-    def test_listener_goes_on(
-        self, make_local: MakeLocal, make_peer: MakePeer, data: bytes
-    ) -> None:
-        peer, local = make_peer(), make_local()
-        for _ in range(20):
-            with socket.create_connection(("127.0.0.1", peer.listen_port)) as stranger:
-                stranger.sendall(data)
-        assert local.link(2, peer.listen_port).name == "LLM_SUCCESS", local.link_error(2)
-
-    def test_silent_strangers_delay_nobody(
-        self, make_local: MakeLocal, make_peer: MakePeer
-    ) -> None:
-        peer, local = make_peer(), make_local()
-        silent = [socket.create_connection(("127.0.0.1", peer.listen_port)) for _ in range(30)]
-        try:
-            assert local.link(2, peer.listen_port).name == "LLM_SUCCESS", local.link_error(2)
-        finally:
-            for stranger in silent:
-                stranger.close()
