@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 
 from contract.actions import pulls
@@ -121,11 +119,9 @@ def test_c87_many_cycles_leave_memory_where_it_was(linked: Linked) -> None:
     local, peer = linked
     cache = local.allocate_rows()
     used = local.pool_used()
-    began = time.monotonic()
     for request in range(300):
         key = local.api.CacheKey(2, request)
         peer.drop(peer.allocate_rows(keys=[key]))
         assert pulls(local, key, cache)
         local.drop(local.allocate_blocks())
     assert (peer.pool_used(), local.pool_used()) == (0, used)
-    assert time.monotonic() - began < 60
