@@ -13,11 +13,13 @@ from flow import Pair, assert_equal_digests, assert_same_generation, digests, me
 from prompts import prompt_of
 from servers import Server
 
+# Only the pull from the stopped rank is meant to run out of time. Eight busy processes share the
+# machine's cores, so everything else gets plenty.
 OPTIONS = {
-    "link_timeout_ms": 1000,
+    "link_timeout_ms": 20000,
     "sync_kv_timeout_ms": 5000,
-    "release_timeout_s": 2,
-    "lease_s": 8,
+    "release_timeout_s": 30,
+    "lease_s": 30,
 }
 
 
