@@ -110,6 +110,7 @@ class Cluster:
         self._listen_port = self._init(config, listen)
         self.caches: dict[int, Any] = {}
         self.tensors: dict[int, Sequence[Tensor | Window]] = {}
+        self._inaccessible: list[mmap.mmap] = []
 
     def _init(self, config: Any, listen: bool) -> int:
         """Initialise the engine; the port it was given, or 0."""
@@ -222,9 +223,11 @@ class Cluster:
 
     def register_unmapped(self, *, model_id: int) -> int:
         """Register a blocks cache like `add_blocks`, whose memory is gone."""
+        # Mapped without any permission, so that nothing else can come to be there.
         gone = mmap.mmap(-1, 2 * ALIGNMENT)
+        self._inaccessible.append(gone)
         addr = -(-ctypes.addressof(ctypes.c_char.from_buffer(gone)) // ALIGNMENT) * ALIGNMENT
-        gone.close()
+        assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(addr), ctypes.c_size_t(4096), 0) == 0
         cache = self.manager.register_blocks_cache(
             self._desc(4, 16, 64, False),
             [addr] * 4,

@@ -10,6 +10,7 @@ import sys
 
 import pytest
 
+from contract.cluster import free_port
 from contract.errors import explains, wait_until
 from contract.fixtures import MakeLocal, MakePeer
 from contract.peer import Peer
@@ -71,12 +72,13 @@ class TestReachability:
     )
     def test_process_of_another_pid_namespace(self, make_local: MakeLocal, engine: str) -> None:
         """The parent namespace sees the child's processes, but not the other way round."""
+        port = free_port()
         code = f"""
 import sys
 import {engine} as api
 d = api.LLMDataDist(api.LLMRole.MIX, 2)
-d.init({{"llm.LocalCommRes": "x", "llm.listenIpInfo": "127.0.0.1:0"}})
-print(d.listen_port, flush=True)
+d.init({{"llm.LocalCommRes": "x", "llm.listenIpInfo": "127.0.0.1:{port}"}})
+print("listening", flush=True)
 sys.stdin.read()
 """
         with subprocess.Popen(
@@ -91,6 +93,6 @@ sys.stdin.read()
             if not line:
                 pytest.skip("this machine does not allow a new PID namespace")
             local = make_local()
-            assert local.link(2, int(line)).name == "LLM_LINK_FAILED"
+            assert local.link(2, port).name == "LLM_LINK_FAILED"
             assert explains(local, 2, "PID namespace")
             hidden.communicate("")

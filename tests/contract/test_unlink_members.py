@@ -61,7 +61,7 @@ class TestUnlink:
 
     def test_finalize_does_not_wait_for_a_member(self, make_local: MakeLocal, name: str) -> None:
         """Vendor: finalize then waits about 30 s."""
-        local = make_local()
+        local = make_local(link_time_s=600)
         local.link_members(name, MEMBERS)
         local.link_members(name, {2: 0, 1: 1})
         local.finalize()  # link_total_time is longer than a test may take
