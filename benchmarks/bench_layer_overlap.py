@@ -46,11 +46,13 @@ from vllm_llmdd_connector.layout.kv_layout import CachePlan, Region
 from vllm_llmdd_connector.metadata import Job, PrefillChunk, PullJob, ReceiveJob
 from vllm_llmdd_connector.metrics import TransferStats
 from vllm_llmdd_connector.scheduler.block_map import GroupBlocks, WantedBlocks
+from vllm_llmdd_connector.trace.recorder import NO_TRACE, Recorder, open_trace
 from vllm_llmdd_connector.worker.backend import HostBackend
 from vllm_llmdd_connector.worker.completion import Completions
 from vllm_llmdd_connector.worker.engine import DataDistEngine
 from vllm_llmdd_connector.worker.peer import PeerContext, PeerThread
 from vllm_llmdd_connector.worker.push import Pusher
+from vllm_llmdd_connector.worker.step_trace import StepTrace, cache_facts
 
 BENCH = "layer_overlap"
 HOST = "127.0.0.1"
@@ -112,6 +114,9 @@ class Side:
     def holds(self, value: int) -> bool:
         return all(memory[:] == bytes([value]) * len(memory) for memory in self._memory)
 
+    def open_trace(self, folder: str, role: str) -> Recorder | None:
+        return open_trace(folder, role, role, "rank 0", caches=cache_facts(self.plans))
+
 
 def compute(case: Case) -> None:
     """One layer of one step, without the GIL, as an attention kernel."""
@@ -133,7 +138,7 @@ class Prefilled:
     hooks_us: list[float]
 
 
-def prefill(pusher: Pusher, shape: Shape, case: Case) -> Prefilled:
+def prefill(pusher: Pusher, steps: StepTrace | None, shape: Shape, case: Case) -> Prefilled:
     """Compute a prompt step by step with the connector's hooks."""
     hooks_us = []
     begin = time.monotonic()
@@ -142,14 +147,20 @@ def prefill(pusher: Pusher, shape: Shape, case: Case) -> Prefilled:
         end = min(done + shape.chunk_tokens, case.tokens)
         first, last = -(-done // BLOCK_TOKENS), -(-end // BLOCK_TOKENS)
         blocks = (tuple(range(first, last)),)
+        chunk = PrefillChunk(f"t{case.number}", case.number, case.tokens, blocks, end)
+        if steps is not None:
+            steps.begin([chunk])
         if case.arm == "push":
-            chunk = PrefillChunk(f"t{case.number}", case.number, case.tokens, blocks, end)
             pusher.begin_step([chunk])
         for layer in range(shape.layers):
             compute(case)
             name, start_ns = str(layer), time.perf_counter_ns()
+            if steps is not None:
+                steps.layer_computed(name)
             pusher.layer_computed(name)
             hooks_us.append((time.perf_counter_ns() - start_ns) / 1000)
+        if steps is not None:
+            steps.end()
         pusher.end_step()
         done = end
     return Prefilled(begin, time.monotonic(), hooks_us)
@@ -157,9 +168,18 @@ def prefill(pusher: Pusher, shape: Shape, case: Case) -> Prefilled:
 
 def serve(pipe: Connection) -> None:
     """P: compute what the pipe asks for."""
-    shape: Shape = pipe.recv()
+    shape, trace_dir = pipe.recv()
     side = Side(shape, P_CLUSTER, is_producer=True)
-    pusher = Pusher(side.engine, side.plans, [BLOCK_TOKENS], time.monotonic, TransferStats())
+    recorder = side.open_trace(trace_dir, "kv_producer")
+    steps = None if recorder is None else StepTrace(recorder)
+    pusher = Pusher(
+        side.engine,
+        side.plans,
+        [BLOCK_TOKENS],
+        time.monotonic,
+        TransferStats(),
+        recorder or NO_TRACE,
+    )
     worker = Server("worker", HOST, 0, lambda: None)
     worker.start(pusher.handle)
     scheduler = Server("scheduler", HOST, 0, lambda: None)
@@ -169,7 +189,7 @@ def serve(pipe: Connection) -> None:
         while True:
             case: Case = pipe.recv()
             # As a dict: this module has another name in the other process.
-            pipe.send(asdict(prefill(pusher, shape, case)))
+            pipe.send(asdict(prefill(pusher, steps, shape, case)))
             pipe.recv()  # D has reported it
             while pusher.num_under_way:
                 time.sleep(0.0001)
@@ -179,6 +199,8 @@ def serve(pipe: Connection) -> None:
         server.close()
     pusher.close()
     side.engine.close()
+    if recorder is not None:
+        recorder.close()
 
 
 def confirm(message: AnyMessage, reply: Callable[[Message], None]) -> None:
@@ -188,13 +210,13 @@ def confirm(message: AnyMessage, reply: Callable[[Message], None]) -> None:
 
 
 @contextmanager
-def peer(shape: Shape) -> Iterator[tuple[Connection, tuple[int, int, int]]]:
+def peer(shape: Shape, trace_dir: str) -> Iterator[tuple[Connection, tuple[int, int, int]]]:
     """P in a process of its own; the pipe to it, and its ports."""
     ours, theirs = Pipe()
     command = [sys.executable, str(Path(__file__)), "--worker", str(theirs.fileno())]
     with subprocess.Popen(command, pass_fds=[theirs.fileno()]) as process:
         theirs.close()
-        ours.send(shape)
+        ours.send((shape, trace_dir))
         try:
             yield ours, ours.recv()
         finally:
@@ -205,9 +227,10 @@ def peer(shape: Shape) -> Iterator[tuple[Connection, tuple[int, int, int]]]:
 class Decoder:
     """D: the thread that deals with P, and the wait for its reports."""
 
-    def __init__(self, shape: Shape, ports: tuple[int, int, int]) -> None:
+    def __init__(self, shape: Shape, ports: tuple[int, int, int], trace_dir: str) -> None:
         engine_port, worker_port, self._scheduler_port = ports
         self._side = Side(shape, D_CLUSTER, is_producer=False)
+        self._recorder = self._side.open_trace(trace_dir, "kv_consumer")
         self._endpoint = WorkerEndpoint(
             cluster_id=P_CLUSTER, host=HOST, engine_port=engine_port, control_port=worker_port
         )
@@ -222,6 +245,7 @@ class Decoder:
             None,
             self._zmq,
             0,
+            self._recorder or NO_TRACE,
         )
         address = (HOST, self._scheduler_port)
         self._peer = PeerThread(context, self._endpoint, address, on_end=lambda peer: None)
@@ -265,6 +289,8 @@ class Decoder:
         self._peer.close()
         self._side.engine.close()
         self._zmq.term()
+        if self._recorder is not None:
+            self._recorder.close()
 
     def _job(self, request_id: str, case: Case) -> Job:
         blocks = list(range(case.num_blocks))
@@ -342,6 +368,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add("--layers", type=int, default=30)
     add("--token-bytes", type=int, default=128, help="KV of a token in one layer")
     add("--chunk-tokens", type=int, default=8192, help="of one step")
+    add("--trace-dir", default="", help="folder for the picture, as the connector's trace_dir")
     add("--repeats", type=int, default=5)
     return parser.parse_args(arguments)
 
@@ -352,8 +379,8 @@ def main(arguments: list[str]) -> None:
     shape = Shape(options.layers, options.token_bytes, max(options.tokens), options.chunk_tokens)
     samples: dict[tuple[float, int, str], list[Sample]] = {}
     kinds: dict[tuple[float, int, str], Case] = {}
-    with peer(shape) as (pipe, ports):
-        decoder = Decoder(shape, ports)
+    with peer(shape, options.trace_dir) as (pipe, ports):
+        decoder = Decoder(shape, ports, options.trace_dir)
         run(Case("pull", 0, BLOCK_TOKENS, 0.0, False), pipe, decoder)  # makes the link
         for case, rate in cases(options, shape):
             _engine.testing.set_copy_rate(int(rate))

@@ -25,10 +25,11 @@ class ConnectorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
     control_port: int = 0
     """TCP port of the engine's control channel; 0 picks a free one. The data parallel rank is
-    added."""
+    added. A D listens there for the P's that a metaserver has chosen."""
 
     allowed_peers: tuple[str, ...] = LOOPBACK
-    """IPv4 addresses and networks (CIDR) that this engine may dial when a request names them."""
+    """IPv4 addresses and networks (CIDR) that this engine may dial when a request names them: a D
+    its P and its metaserver, a P the D that asked a metaserver."""
 
     engine: Literal["auto", "host", "ascend"] = "auto"
     """LLM-DataDist implementation: ours on host memory, or the vendor's ``llm_datadist``; ``auto``
@@ -36,6 +37,9 @@ class ConnectorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
     first_contact_timeout_s: float = 5.0
     """D: how long a new request waits for P's first answer before it is prefilled locally."""
+
+    metaserver_timeout_s: float = 30.0
+    """D: how long a request that has asked a metaserver waits for a P to get in touch."""
 
     request_timeout_s: float = 60.0
     """D: how long a request with blocks may wait behind other transfers; linking, copying and P's
@@ -70,6 +74,10 @@ class ConnectorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     kv_digest: str = ""
     """Debug: folder for per-layer, per-block digests of sent and received KV; slow. Empty: off."""
 
+    trace_dir: str = ""
+    """Folder for traces of every transfer, one file per process; see docs/tracing.md. Empty:
+    off."""
+
     prefill: dict[str, Any] | None = None
     """Accepted because vllm-ascend's platform code reads it; sizes are learnt from the peer."""
 
@@ -80,6 +88,7 @@ class ConnectorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 OPTION_NAMES = tuple(ConnectorConfig.__struct_fields__)
 _POSITIVE = (
     "first_contact_timeout_s",
+    "metaserver_timeout_s",
     "request_timeout_s",
     "link_timeout_ms",
     "sync_kv_timeout_ms",

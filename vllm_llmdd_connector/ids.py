@@ -23,6 +23,14 @@ def new_secret() -> str:
     return secrets.token_hex(8)
 
 
+def new_transfer_id() -> str:
+    """A random name for one prefill, drawn by D when it asks for it itself; 32 hex digits.
+
+    Only those know it that D's post has reached, so it is a secret too.
+    """
+    return secrets.token_hex(16)
+
+
 def new_claim_id() -> int:
     """A random id for one D request's claim on a lease; 63 bits, never 0."""
     return secrets.randbits(63) | 1

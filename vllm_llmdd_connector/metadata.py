@@ -93,6 +93,8 @@ class StepMessage(KVConnectorMetadata):
 
     sent_prompts: list[SentPrompt] = field(default_factory=list)
     chunks: list[PrefillChunk] = field(default_factory=list)
+    traced: list[PrefillChunk] = field(default_factory=list)
+    """P, with ``trace_dir`` only: as ``chunks``, of prompts that D will pull."""
     voids: list[int] = field(default_factory=list)
     """P: productions whose blocks are not held any more; applied before the step writes."""
     jobs: list[Job] = field(default_factory=list)
@@ -102,7 +104,7 @@ class StepMessage(KVConnectorMetadata):
 
     @property
     def is_empty(self) -> bool:
-        return not (self.sent_prompts or self.chunks or self.jobs or self.cancels)
+        return not (self.sent_prompts or self.chunks or self.traced or self.jobs or self.cancels)
 
 
 @dataclass(slots=True)

@@ -42,6 +42,7 @@ DURATIONS = {
 }
 STAGES = (
     "params",
+    "metaserver",
     "connection",
     "handshake",
     "claim",

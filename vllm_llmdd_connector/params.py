@@ -4,13 +4,16 @@ A request's params are written by whoever can reach the API server, so every fie
 and nothing is believed before P's own answer on the control channel. Unknown keys are ignored and
 nulls are tolerated, because proxies send both.
 
-Two flows are understood. In the sequential one the prefill leg asks with ``do_remote_decode`` and
+Three flows are understood. In the sequential one the prefill leg asks with ``do_remote_decode`` and
 its response carries six keys that proxies know, plus ``llmdd`` for our own fields; the proxy hands
 all of it to the decode leg unchanged. In the concurrent one the proxy sends both legs at once, with
-one ``transfer_id`` in both and P's control address in the decode leg.
+one ``transfer_id`` in both and P's control address in the decode leg. In the decode-first one the
+decode leg names a ``metaserver``; D posts there the params of the prefill leg, with its own control
+address and a transfer id that it draws.
 """
 
 import hashlib
+import re
 from array import array
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -56,6 +59,7 @@ class Appointment(msgspec.Struct, frozen=True, kw_only=True):
     host: str
     """P's control address, an IP literal; untrusted until it passed the allow-list."""
     port: int
+    """0, with no host, while it is not known which P it will be."""
     transfer_id: str
     num_tokens: int
     """Length of D's own prompt in tokens, which P's has to equal."""
@@ -165,6 +169,97 @@ def read_appointment(
         num_tokens=num_tokens,
         prompt_hash=prompt_id,
     )
+
+
+def metaserver_of(params: dict[str, Any]) -> str | None:
+    """Where D is to ask for its prefill; None in the flows that name the P or the transfer.
+
+    Raises:
+        RemoteProtocolError: there is one that cannot be used.
+    """
+    if params.get("metaserver") is None or isinstance(params.get("llmdd"), dict):
+        return None
+    return _text(params, "metaserver")
+
+
+def metaserver_post(
+    request_id: str,
+    transfer_id: str,
+    engine_id: str,
+    address: tuple[str, int],
+    block_sizes: Sequence[int],
+    num_ranks: int,
+) -> dict[str, Any]:
+    """What D posts: the prefill leg's params, in the keys that layer-wise proxies know.
+
+    No blocks: P is told of them by ``Reserve``, and this is sent before vLLM has allocated any.
+    """
+    return {
+        "token_ids": [],
+        "request_id": external_id(request_id),
+        "do_remote_prefill": False,
+        "do_remote_decode": True,
+        "remote_block_ids": [[] for _ in block_sizes],
+        "remote_block_size": list(block_sizes),
+        "remote_engine_id": engine_id,
+        "remote_host": address[0],
+        "remote_port": address[1],
+        "remote_tp_size": num_ranks,
+        "remote_pcp_size": 1,
+        "remote_dcp_size": 1,
+        "remote_cached_tokens": 0,
+        "transfer_id": transfer_id,
+        "llmdd": {"v": PARAMS_VERSION},
+    }
+
+
+def caller_of(params: dict[str, Any]) -> tuple[str, int] | None:
+    """The control address of the D whose post the prefill leg is made of; None in other flows.
+
+    Raises:
+        RemoteProtocolError: there is one that cannot be used.
+    """
+    if params.get("remote_host") is None or params.get("transfer_id") is None:
+        return None
+    return _text(params, "remote_host"), _integer(params, "remote_port", 1, 65535)
+
+
+def child_params(params: dict[str, Any], request_id: str) -> dict[str, Any]:
+    """The params of one prompt of a prefill leg with several, each of which a D request posted.
+
+    The ids are D's; P's equal them where the proxy hands on its request id, and end in the same
+    number of the prompt where it does not.
+
+    Raises:
+        RemoteProtocolError: none is for this request.
+    """
+    children = params.get("batch_kv_transfer_params")
+    if children is None:
+        return params
+    own = external_id(request_id)
+    if isinstance(children, dict):
+        number = own.rpartition("-")[2]
+        numbered = [key for key in children if str(key).rpartition("-")[2] == number]
+        key = own if own in children else numbered[0] if len(numbered) == 1 else None
+        if key is not None and isinstance(children[key], dict):
+            return dict(children[key])
+    raise RemoteProtocolError(
+        f"batch_kv_transfer_params has no object for {_shown(own)}: no D has asked for this prompt"
+    )
+
+
+def external_id(request_id: str) -> str:
+    """The id that the API gave; vLLM's engine appends 8 random hex digits to it."""
+    return _RANDOM_SUFFIX.sub("", request_id)
+
+
+def is_child(request_id: str) -> bool:
+    """Whether it is one of several choices (n > 1), which vLLM names <number>_<parent>."""
+    return _CHILD_PREFIX.match(request_id) is not None
+
+
+_RANDOM_SUFFIX = re.compile(r"-[0-9a-f]{8}\Z")
+_CHILD_PREFIX = re.compile(r"[0-9]+_")
 
 
 def _text(fields: dict[str, Any], key: str) -> str:

@@ -73,6 +73,18 @@ std::vector<std::optional<uint32_t>> results(const LayerTask& task) {
   return codes;
 }
 
+// Target, layer, started, acknowledged.
+using TimeTuple = std::tuple<size_t, uint64_t, int64_t, int64_t>;
+
+std::vector<TimeTuple> layer_times(const LayerTask& task) {
+  check_process(task);
+  std::vector<TimeTuple> times;
+  for (const LayerTime& time : task.layer_times()) {
+    times.emplace_back(time.target, time.layer, time.started_ns, time.acknowledged_ns);
+  }
+  return times;
+}
+
 bool wait_layer(LayerMarks& marks, uint64_t layer, std::optional<int64_t> timeout_ms) {
   std::optional<Deadline> deadline;
   if (timeout_ms) deadline = Deadline::after_ms(*timeout_ms);
@@ -101,7 +113,8 @@ void bind_engine_methods() {
 void bind_layers(nb::module_& module) {
   nb::class_<LayerTask>(module, "LayerTask")
       .def("wait", &wait, "timeout_ms"_a.none(), ReleaseGil())
-      .def("results", &results);
+      .def("results", &results)
+      .def("layer_times", &layer_times);
   nb::class_<LayerMarks>(module, "LayerMarks")
       .def(nb::init<uint64_t>(), "num_layers"_a)
       .def("mark", &LayerMarks::mark, "layer"_a)

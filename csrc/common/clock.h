@@ -9,6 +9,12 @@ namespace llmdd {
 
 using Clock = std::chrono::steady_clock;
 
+// Linux's steady clock is CLOCK_MONOTONIC, which Python's time.monotonic_ns() reads too.
+inline int64_t monotonic_ns() {
+  auto since = Clock::now().time_since_epoch();
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(since).count();
+}
+
 class Deadline {
  public:
   static Deadline after_ms(int64_t timeout_ms) {

@@ -6,6 +6,7 @@
 #include <chrono>
 #include <string>
 
+#include "common/clock.h"
 #include "common/log.h"
 
 namespace llmdd {
@@ -156,6 +157,9 @@ bool LayerTask::finish_oldest() {
 void LayerTask::finish(const UnderWay& push) {
   Sending sending(*this);
   transfers_.finish_push(push.pushing);
+  int64_t now_ns = monotonic_ns();
+  std::lock_guard lock(mutex_);
+  layer_times_.push_back({push.index, push.layer, push.started_ns, now_ns});
 }
 
 void LayerTask::await(const UnderWay& push) {
@@ -198,7 +202,8 @@ LayerTask::UnderWay LayerTask::start_push(size_t index, uint64_t layer) {
   Layers layers{LayerRange{layer, layer + 1}, LayerRange{dst_layer, dst_layer + 1}, per_layer};
   std::shared_ptr<Cache> cache = transfers_.source(to, request_.src_cache_id);
   const PushSource& source = source_of(index, cache->layout);
-  return {index, layer, transfers_.start_push(to, std::move(cache), layers, source)};
+  int64_t now_ns = monotonic_ns();
+  return {index, layer, now_ns, transfers_.start_push(to, std::move(cache), layers, source)};
 }
 
 const PushSource& LayerTask::source_of(size_t index, const CacheLayout& layout) {
@@ -271,6 +276,11 @@ bool LayerTask::wait(const std::optional<int64_t>& timeout_ms) const {
 std::vector<std::optional<Status>> LayerTask::results() const {
   std::lock_guard lock(mutex_);
   return results_;
+}
+
+std::vector<LayerTime> LayerTask::layer_times() const {
+  std::lock_guard lock(mutex_);
+  return layer_times_;
 }
 
 void LayerTasks::start(std::shared_ptr<LayerTask> task) {

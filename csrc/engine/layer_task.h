@@ -44,6 +44,14 @@ struct LayerRequest {
   std::vector<LayerTarget> targets;
 };
 
+// Of one layer's push to one target that has arrived; nanoseconds of CLOCK_MONOTONIC.
+struct LayerTime {
+  size_t target = 0;
+  uint64_t layer = 0;
+  int64_t started_ns = 0;
+  int64_t acknowledged_ns = 0;
+};
+
 class LayerTask : public std::enable_shared_from_this<LayerTask> {
  public:
   LayerTask(Transfers& transfers, LayerRequest request, std::shared_ptr<LayerGate> gate);
@@ -62,6 +70,8 @@ class LayerTask : public std::enable_shared_from_this<LayerTask> {
   bool wait(const std::optional<int64_t>& timeout_ms) const;
   // One per target, in order; empty for one that was never decided.
   std::vector<std::optional<Status>> results() const;
+  // What has arrived so far, in the order in which it was sent.
+  std::vector<LayerTime> layer_times() const;
   // False in a forked child, where the thread does not exist.
   bool own_process() const;
 
@@ -70,6 +80,7 @@ class LayerTask : public std::enable_shared_from_this<LayerTask> {
   struct UnderWay {
     size_t index = 0;
     uint64_t layer = 0;
+    int64_t started_ns = 0;
     Transfers::Pushing pushing;
   };
 
@@ -104,6 +115,7 @@ class LayerTask : public std::enable_shared_from_this<LayerTask> {
   mutable std::condition_variable changed_;
   std::shared_ptr<LayerGate> gate_;  // given back when the thread needs it no more
   std::vector<std::optional<Status>> results_;
+  std::vector<LayerTime> layer_times_;
   bool sending_ = false;
   bool done_ = false;
 };

@@ -14,8 +14,10 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 from backends import Backend, Counters, Pool, ProxyError, Stage, none_reachable
-from bodies import Body, decode_body, prefill_body, reason_to_skip_prefill, without_client_params
+from bodies import Body, without_client_params
+from flows import FlowOptions, Flows
 from legs import NETWORK_ERRORS, Answer, Legs, Limits, Refused, describe
+from metaserver import PATH as METASERVER_PATH
 
 log = logging.getLogger("proxy")
 
@@ -35,11 +37,18 @@ class ClientGone(Exception):
 class Proxy:
     """The request handlers and what they share."""
 
-    def __init__(self, prefill: Sequence[str], decode: Sequence[str], limits: Limits) -> None:
+    def __init__(
+        self,
+        prefill: Sequence[str],
+        decode: Sequence[str],
+        limits: Limits,
+        options: FlowOptions | None = None,
+    ) -> None:
         self.counters = Counters()
         self._limits = limits
         self._prefill = _pool(Stage.PREFILL, prefill)
         self._decode = _pool(Stage.DECODE, decode)
+        self.flows = Flows(options or FlowOptions(), self._prefill, self._decode, self.counters)
         self._session: aiohttp.ClientSession | None = None
 
     def application(self) -> web.Application:
@@ -47,6 +56,7 @@ class Proxy:
         app.cleanup_ctx.append(self._keep_session)
         app.router.add_post("/v1/completions", self._generate)
         app.router.add_post("/v1/chat/completions", self._generate)
+        app.router.add_post(METASERVER_PATH, self.flows.metaserver.handle)
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/health", self._health)
         return app
@@ -57,6 +67,7 @@ class Proxy:
         async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
             self._session = session
             yield
+            await self.flows.close()
 
     @property
     def _http(self) -> aiohttp.ClientSession:
@@ -72,8 +83,7 @@ class Proxy:
         legs = Legs(self._http, self.counters, self._limits, request.path, headers)
         response = web.StreamResponse(headers={"X-Request-Id": headers["X-Request-Id"]})
         try:
-            params = await self._run_prefill(legs, body)
-            async with legs.decode(self._decode, decode_body(body, params)) as answer:
+            async with self.flows.answer(legs, body) as answer:
                 await self._pass_on(request, answer, response)
         except (asyncio.CancelledError, ClientGone) as gone:
             self.counters.client_disconnects += 1
@@ -97,14 +107,6 @@ class Proxy:
             self.counters.client_params_dropped += 1
             log.warning("dropped kv_transfer_params that client %s had sent", request.remote)
         return body
-
-    async def _run_prefill(self, legs: Legs, body: Body) -> Body | None:
-        reason = reason_to_skip_prefill(body)
-        if reason is None:
-            return await legs.prefill(self._prefill, prefill_body(body))
-        self.counters.prefills_skipped += 1
-        log.info("request %s: no prefill leg: %s", legs.headers["X-Request-Id"], reason)
-        return None
 
     async def _pass_on(
         self, request: web.Request, answer: Answer, response: web.StreamResponse
@@ -244,4 +246,8 @@ async def start(proxy: Proxy, host: str, port: int) -> web.AppRunner:
     runner = web.AppRunner(proxy.application(), handler_cancellation=True, access_log=None)
     await runner.setup()
     await web.TCPSite(runner, host, port).start()
+    metaserver = proxy.flows.metaserver
+    if not metaserver.url:
+        host, port = runner.addresses[0][:2]
+        metaserver.url = f"http://{host}:{port}{METASERVER_PATH}"
     return runner

@@ -21,6 +21,22 @@ class Backend:
     url: str
     stage: Stage
     resting_until: float = 0.0
+    control: tuple[str, int] | None = None
+    """Where the connector of a prefill server is dialled; None until it is known."""
+    control_is_given: bool = False
+    """The address is the operator's; no answer changes it."""
+
+    def learn_control(self, params: dict[str, Any]) -> None:
+        """Take the address from an answer of this server.
+
+        A known one is replaced too: a restarted server has another port. Until it has answered, D
+        is sent to the old one, where nobody listens, and prefills by itself.
+        """
+        host, port = params.get("remote_host"), params.get("remote_port")
+        if self.control_is_given or not isinstance(host, str) or isinstance(port, bool):
+            return
+        if isinstance(port, int | float) and 0 < port < 65536:
+            self.control = (host, int(port))
 
 
 @dataclass
@@ -56,7 +72,11 @@ class Counters:
 
     requests: int = 0
     prefills: int = 0
+    prefills_failed: int = 0
+    """Beside a decode leg, whose answer counted."""
     prefills_skipped: int = 0
+    pushes: int = 0
+    metaserver_posts: int = 0
     params_missing: int = 0
     client_params_dropped: int = 0
     retries: int = 0

@@ -1,8 +1,12 @@
 """What each server is sent: the two request bodies, made from the client's. Pure functions.
 
-The flow is prefill first. P gets the client's request cut down to one token and is asked to keep
-the prompt's KV cache; its answer names the blocks in `kv_transfer_params`, and D gets the
-client's own request with that object, untouched, beside it.
+P gets the client's request cut down to one token, D the client's own; `kv_transfer_params` in each
+says how they find each other.
+
+- Pull: P is asked to keep the prompt's KV cache. Its answer names the blocks, and D gets that
+  object untouched.
+- Push: both get one transfer id, and D the address of P's control channel.
+- Decode first: D gets the URL at which it asks for a prefill. What it posts there is P's object.
 """
 
 from __future__ import annotations
@@ -10,6 +14,7 @@ from __future__ import annotations
 from typing import Any
 
 Body = dict[str, Any]
+Address = tuple[str, int]
 
 ASK_PREFILL: Body = {
     "do_remote_decode": True,
@@ -20,6 +25,28 @@ ASK_PREFILL: Body = {
     "remote_port": None,
 }
 """P's `kv_transfer_params`: another server will decode, and nothing is known yet of where from."""
+
+EXPECT_PREFILL: Body = {"do_remote_prefill": True, "do_remote_decode": False}
+
+
+def ask_push(transfer_id: str) -> Body:
+    """P's `kv_transfer_params` when D is sent its leg at the same time."""
+    return {**ASK_PREFILL, "transfer_id": transfer_id}
+
+
+def expect_push(transfer_id: str, control: Address) -> Body:
+    """D's `kv_transfer_params` when P is sent its leg at the same time; `control` is P's."""
+    return {
+        **EXPECT_PREFILL,
+        "remote_host": control[0],
+        "remote_port": control[1],
+        "transfer_id": transfer_id,
+    }
+
+
+def ask_for_prefill_at(metaserver: str) -> Body:
+    """D's `kv_transfer_params` when it is to ask for its prefill itself."""
+    return {**EXPECT_PREFILL, "metaserver": metaserver}
 
 
 def without_client_params(body: Body) -> tuple[Body, bool]:
@@ -49,7 +76,23 @@ def reason_to_skip_prefill(body: Body) -> str | None:
     return None
 
 
-def prefill_body(body: Body) -> Body:
+def reason_to_pull(body: Body) -> str | None:
+    """Say why D must not be sent its leg before P has answered, or None when it may.
+
+    In these cases D makes several requests of one body, all with the same transfer id or URL, while
+    P computes one prompt once. Those of another prompt must wait until P has told them so, and one
+    that comes after the transfer has ended waits in vain, until its deadline for P's first answer.
+    With a pull each of them knows at once: P's object says which prompt it is for.
+    """
+    if _is_above_one(body.get("n")) or _is_above_one(body.get("best_of")):
+        return "several answers"
+    prompt = body.get("prompt")
+    if isinstance(prompt, list) and len(prompt) > 1 and isinstance(prompt[0], str | list):
+        return "several prompts"
+    return None
+
+
+def prefill_body(body: Body, params: Body = ASK_PREFILL) -> Body:
     """Return P's request: the same prompt, one token, one answer, not streamed."""
     leg = dict(body)
     leg["stream"] = False
@@ -60,7 +103,7 @@ def prefill_body(body: Body) -> Body:
     if _is_above_one(leg.get("min_tokens")):
         leg["min_tokens"] = 1  # more than max_tokens is refused by vLLM
     _make_single(leg)
-    leg["kv_transfer_params"] = dict(ASK_PREFILL)
+    leg["kv_transfer_params"] = dict(params)
     return leg
 
 

@@ -29,10 +29,17 @@ class Case:
     repeats: str = ""
 
 
-def cases(tokenize: Callable[[str], list[int]], block_size: int) -> list[Case]:
-    """Build the prompts; those of an exact length are given as token ids."""
-    boundary = tokenize(_story("Two blocks exactly. ", 40))[: 2 * block_size]
-    long = tokenize(_story("A long night at sea. ", 200))[:2100]
+def cases(tokenize: Callable[[str], list[int]], block_size: int, flow: str) -> list[Case]:
+    """Build the prompts; those of an exact length are given as token ids.
+
+    Each flow has prompts of its own: D has nothing of them in its prefix cache.
+    """
+
+    def story(opening: str, sentences: int) -> str:
+        return _story(f"Told by {flow}. {opening}", sentences)
+
+    boundary = tokenize(story("Two blocks exactly. ", 40))[: 2 * block_size]
+    long = tokenize(story("A long night at sea. ", 200))[:2100]
     question = {"role": "user", "content": "Name the three primary colours, nothing else."}
     return [
         _completion("a few tokens", "The capital of France is"),
@@ -40,8 +47,8 @@ def cases(tokenize: Callable[[str], list[int]], block_size: int) -> list[Case]:
         _completion("2,100 tokens", long, stream=True),
         _completion("the same again", long, stream=True, repeats="2,100 tokens"),
         Case("chat", CHAT, {"messages": [question], "stream": True}),
-        _completion("streamed text", _story("Dear reader, ", 12), stream=True),
-        _completion("one answer, one piece", _story("Chapter one. ", 24)),
+        _completion("streamed text", story("Dear reader, ", 12), stream=True),
+        _completion("one answer, one piece", story("Chapter one. ", 24)),
     ]
 
 

@@ -1,4 +1,4 @@
-"""The two HTTP exchanges behind one client request: prefill at P, then decode at D.
+"""The two HTTP exchanges behind one client request: prefill at P and decode at D.
 
 A leg is sent to another server only when the first one never received it (no connection was made).
 Anything later is not repeated: P or D may already have done the work, and a request that brings
@@ -16,7 +16,7 @@ import io
 import json
 import logging
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -90,18 +90,22 @@ class Legs:
     path: str
     headers: dict[str, str]
 
-    async def prefill(self, pool: Pool, body: Body) -> Body | None:
-        """Run the prefill; return P's `kv_transfer_params`, None when it gave none."""
-        async with self._post(pool, body, self.limits.prefill_s) as answer:
+    @property
+    def request_id(self) -> str:
+        return self.headers["X-Request-Id"]
+
+    async def prefill(
+        self, pool: Pool, body: Body, backends: Sequence[Backend] | None = None
+    ) -> Body | None:
+        """Run the prefill; return P's `kv_transfer_params`, None when it gave none.
+
+        `backends` are those of the pool that may be asked; by default all, in their turn.
+        """
+        async with self._post(pool, body, self.limits.prefill_s, backends) as answer:
             params = _params_of(await answer.read())
         self.counters.prefills += 1
-        if params is None:
-            self.counters.params_missing += 1
-            log.warning(
-                "request %s: %s gave no kv_transfer_params; decode computes the prompt",
-                self.headers["X-Request-Id"],
-                answer.backend.url,
-            )
+        if params is not None:
+            answer.backend.learn_control(params)
         return params
 
     @asynccontextmanager
@@ -111,18 +115,26 @@ class Legs:
             yield answer
 
     @asynccontextmanager
-    async def _post(self, pool: Pool, body: Body, limit_s: float | None) -> AsyncIterator[Answer]:
-        answer = await self._first_answer(pool, body, limit_s)
+    async def _post(
+        self,
+        pool: Pool,
+        body: Body,
+        limit_s: float | None,
+        backends: Sequence[Backend] | None = None,
+    ) -> AsyncIterator[Answer]:
+        answer = await self._first_answer(pool, backends or pool.in_turn(), body, limit_s)
         try:
             await answer.raise_for_status()
             yield answer
         finally:
             answer.response.close()
 
-    async def _first_answer(self, pool: Pool, body: Body, limit_s: float | None) -> Answer:
+    async def _first_answer(
+        self, pool: Pool, backends: Sequence[Backend], body: Body, limit_s: float | None
+    ) -> Answer:
         """Post to the next server that accepts a connection and wait for its answer's headers."""
         tried: dict[str, str] = {}
-        for backend in pool.in_turn():
+        for backend in backends:
             self.counters.retries += bool(tried)
             answer = await self._try(backend, body, limit_s)
             if isinstance(answer, Answer):

@@ -13,6 +13,7 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 from app import Proxy, start
+from flows import FlowOptions
 from legs import Limits
 from multidict import CIMultiDictProxy
 
@@ -132,6 +133,12 @@ class Cluster:
         async with self.client.post(self.url + path, data=data, headers=names) as answer:
             return answer.status, await answer.json(), answer.headers
 
+    async def eventually(self, condition: Callable[[], object]) -> None:
+        """Let the servers run until the condition holds."""
+        async with asyncio.timeout(10):
+            while not condition():
+                await asyncio.sleep(0.01)
+
     def sent_to_p(self, index: int = 0) -> Body:
         return self.prefill[index].seen[-1].body
 
@@ -141,7 +148,10 @@ class Cluster:
 
 @asynccontextmanager
 async def cluster(
-    prefill: int = 1, decode: int = 1, limits: Limits | None = None
+    prefill: int = 1,
+    decode: int = 1,
+    limits: Limits | None = None,
+    options: FlowOptions | None = None,
 ) -> AsyncIterator[Cluster]:
     async with AsyncExitStack() as stack:
         servers = [FakeVllm(prefill_answer) for _ in range(prefill)]
@@ -150,7 +160,7 @@ async def cluster(
             await server.start()
             stack.push_async_callback(server.stop)
         p, d = servers[:prefill], servers[prefill:]
-        proxy = Proxy([s.url for s in p], [s.url for s in d], limits or Limits())
+        proxy = Proxy([s.url for s in p], [s.url for s in d], limits or Limits(), options)
         runner = await start(proxy, "127.0.0.1", 0)
         stack.push_async_callback(runner.cleanup)
         client = await stack.enter_async_context(aiohttp.ClientSession())

@@ -5,7 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from bodies import decode_body, prefill_body, reason_to_skip_prefill, without_client_params
+from bodies import (
+    ask_for_prefill_at,
+    ask_push,
+    decode_body,
+    expect_push,
+    prefill_body,
+    reason_to_pull,
+    reason_to_skip_prefill,
+    without_client_params,
+)
 
 NULLS = {
     "do_remote_decode": True,
@@ -118,3 +127,47 @@ class TestSkip:
     @pytest.mark.parametrize("body", [{}, {"echo": True}, {"logprobs": 5}, {"n": 2}])
     def test_prefill_is_used_otherwise(self, body: dict[str, Any]) -> None:
         assert reason_to_skip_prefill(body) is None
+
+
+class TestPush:
+    def test_both_legs_name_one_transfer_and_d_where_p_is(self) -> None:
+        assert ask_push("t") == {**NULLS, "transfer_id": "t"}
+        assert expect_push("t", ("10.0.0.1", 7100)) == {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "remote_host": "10.0.0.1",
+            "remote_port": 7100,
+            "transfer_id": "t",
+        }
+
+    def test_prefill_body_takes_the_flows_params(self) -> None:
+        assert prefill_body({"prompt": "x"}, {"a": 1})["kv_transfer_params"] == {"a": 1}
+
+    @pytest.mark.parametrize(
+        "body",
+        [{"n": 2}, {"best_of": 2}, {"prompt": ["a", "b"]}, {"prompt": [[1], [2]]}],
+    )
+    def test_bodies_that_become_several_requests_go_by_pull(self, body: dict[str, Any]) -> None:
+        assert reason_to_pull(body)
+
+    @pytest.mark.parametrize(
+        "body",
+        [
+            {},
+            {"n": 1},
+            {"prompt": "a"},
+            {"prompt": ["a"]},
+            {"prompt": [1, 2]},
+            {"prompt": [[1, 2]]},
+        ],
+    )
+    def test_one_prompt_and_one_answer_may_be_pushed(self, body: dict[str, Any]) -> None:
+        assert reason_to_pull(body) is None
+
+
+def test_decode_first_gives_d_the_url_only() -> None:
+    assert ask_for_prefill_at("http://10.0.0.9:8000/v1/metaserver") == {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "metaserver": "http://10.0.0.9:8000/v1/metaserver",
+    }

@@ -20,8 +20,8 @@ def test_every_prompt_is_right_and_every_process_ends(tmp_path: Path) -> None:
     command = [sys.executable, str(DEMO), "--work-dir", str(tmp_path)]
     run = subprocess.run(command, capture_output=True, text=True, timeout=580)
     assert run.returncode == 0, run.stdout + run.stderr
-    assert "7 of 7 prompts right" in run.stdout
-    assert run.stdout.count("right") >= 8  # each row's verdict, and the summary
+    assert "14 of 14 prompts right" in run.stdout
+    assert run.stdout.count("right") >= 15  # each row's verdict, and the summary
     assert _processes_naming(tmp_path) == []
 
 

@@ -52,15 +52,15 @@ class TestPreemption:
         assert meeting.release(production=2)
         assert meeting.p.message().voids == [2]
 
-    def test_release_of_a_production_that_was_lost_meanwhile_is_known(
+    def test_release_of_a_production_that_was_lost_meanwhile_lets_d_go(
         self, meeting: Meeting
     ) -> None:
-        """It was done before the void: D has everything."""
+        """It was done before the void: D has everything. The production is not held any more."""
         meeting.announce(has_blocks=True)
         request = meeting.arrive()
         meeting.schedule(request)
         meeting.preempt(request)
-        assert meeting.release(production=1)
+        assert not meeting.release(production=1)
         meeting.schedule(request, 40, (7, 8, 9))
         assert meeting.finish(request, blocks=(7, 8, 9)) is None
         assert meeting.num_handovers == 0

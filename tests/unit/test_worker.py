@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 import torch
 from fakes.clock import PATIENCE_S
-from fakes.fake_datadist import FakeDataDist
-from fakes.fake_types import LLMStatusCode
+from fakes.fake_datadist import FakeDataDist, LLMStatusCode
 from fakes.rank import Prefill, Rank, run
 
 from vllm_llmdd_connector.errors import ConfigError

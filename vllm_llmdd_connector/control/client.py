@@ -13,6 +13,7 @@ import zmq
 
 from vllm_llmdd_connector.control.channel import Dialer, Wake
 from vllm_llmdd_connector.control.fingerprint import Fingerprint
+from vllm_llmdd_connector.control.messages import Welcome
 from vllm_llmdd_connector.control.session import (
     ClientSession,
     Outcome,
@@ -23,6 +24,7 @@ from vllm_llmdd_connector.control.session import (
 from vllm_llmdd_connector.errors import LinkError
 from vllm_llmdd_connector.log import get_logger
 from vllm_llmdd_connector.params import AnyTicket
+from vllm_llmdd_connector.trace.recorder import NO_TRACE, Trace
 
 logger = get_logger(__name__)
 
@@ -39,7 +41,9 @@ class ControlClient:
         clock: Callable[[], float],
         count_junk: Callable[[int], None],
         takes_push: bool,
+        trace: Trace = NO_TRACE,
     ) -> None:
+        self._trace = trace
         self._fingerprint = fingerprint
         self._takes_push = takes_push
         self._clock = clock
@@ -131,8 +135,14 @@ class ControlClient:
         messages, num_junk = dialer.receive()
         if num_junk:
             self._count_junk(num_junk)
+        if messages:
+            # They may have come after the poll: a clock read before that would make the round
+            # trip shorter than it was.
+            now_s = self._clock()
         for message in messages:
             self._react(session, dialer, session.on_message(message, now_s))
+            if isinstance(message, Welcome):
+                self._record_clock(session)
         if session.is_over:
             return
         if dialer.was_lost():
@@ -141,6 +151,17 @@ class ControlClient:
             self._react(session, dialer, session.on_lost(reason))
         else:
             self._react(session, dialer, session.tick(now_s))
+
+    def _record_clock(self, session: ClientSession) -> None:
+        offset = session.clock_offset
+        if offset is not None:
+            self._trace.event(
+                "clock",
+                instance=session.instance,
+                address=list(session.address),
+                offset_s=offset.offset_s,
+                error_s=offset.error_s,
+            )
 
     def _do_claim(self, claim_id: int, ticket: AnyTicket, deadline_s: float, now_s: float) -> None:
         try:

@@ -1,6 +1,7 @@
 """Every message of the control plane, and the only encoder and decoder of them.
 
-D opens every conversation. With P's scheduler:
+D opens every conversation, except that a P to which a metaserver has sent a D's prompt first says
+``Knock`` to D's scheduler, which has no answer. With P's scheduler:
 
 * D's scheduler says ``Hello``, answered by ``Welcome`` or ``Reject``. For a finished prefill it
   then says ``Claim``, answered by ``Grant`` or ``Gone``. For one that still has to be computed it
@@ -59,6 +60,8 @@ class Hello(Message, frozen=True, kw_only=True):
     fingerprint: msgspec.Raw
     """Read by ``read_fingerprint`` only after the versions agreed: other versions may differ in
     it."""
+    sent_s: float = 0.0
+    """D's monotonic clock; the answer returns it."""
 
 
 class Welcome(Message, frozen=True, kw_only=True):
@@ -69,6 +72,11 @@ class Welcome(Message, frozen=True, kw_only=True):
     """By tensor parallel rank."""
     lease_s: Annotated[float, msgspec.Meta(gt=0, le=1e9)]
     """How long P holds blocks without a sign of life; D renews several times in this span."""
+    hello_sent_s: float | None = None
+    """``Hello.sent_s``: with several on the way, the one that this answers."""
+    clock_s: float | None = None
+    """P's monotonic clock. With ``hello_sent_s`` it tells D how far the clocks are apart, which
+    only traces need."""
 
 
 class Reject(Message, frozen=True, kw_only=True):
@@ -78,6 +86,16 @@ class Reject(Message, frozen=True, kw_only=True):
 
 class Unknown(Message, frozen=True, kw_only=True):
     session: int
+
+
+class Knock(Message, frozen=True, kw_only=True):
+    """P has the prompt that D asked a metaserver to have prefilled; D is to announce it there."""
+
+    transfer_id: Text
+    """Drawn by D, so only those know it that its post has reached."""
+    host: Text
+    """P's control address; D checks it as one that a request names."""
+    port: Port
 
 
 class Claim(Message, frozen=True, kw_only=True):
@@ -228,6 +246,7 @@ AnyMessage = (
     | Welcome
     | Reject
     | Unknown
+    | Knock
     | Claim
     | Announce
     | Queued

@@ -45,6 +45,7 @@ from vllm_llmdd_connector.control.messages import (
 )
 from vllm_llmdd_connector.errors import LocalProtocolError
 from vllm_llmdd_connector.params import AnyTicket, Appointment
+from vllm_llmdd_connector.trace.clock import ClockOffset, estimate
 
 RENEWALS_PER_LEASE = 3
 """A claim survives two lost renewals."""
@@ -130,12 +131,14 @@ class ClientSession:
         self.state = SessionState.OPENING
         self.end_reason = ""
         self._num_workers = fingerprint.tensor_parallel_size
-        self._hello = Hello(version=PROTOCOL_VERSION, fingerprint=raw_fingerprint(fingerprint))
+        self._fingerprint = raw_fingerprint(fingerprint)
         self._hello_sent_s: float | None = None
         self._renew_s = math.inf
         self._renewed_s = 0.0
         self._session = 0
-        self._instance = ""
+        self.instance = ""
+        """P's process start; empty before its first ``Welcome``."""
+        self.clock_offset: ClockOffset | None = None
         self._workers: tuple[WorkerEndpoint, ...] = ()
         self._claims: dict[int, _OpenClaim] = {}
         self._pending_drops: dict[int, _OpenClaim] = {}
@@ -258,7 +261,9 @@ class ClientSession:
             )
         self.state = SessionState.READY
         self._session = message.session
-        self._instance = message.instance
+        self.instance = message.instance
+        if message.clock_s is not None and message.hello_sent_s is not None:
+            self.clock_offset = estimate(message.hello_sent_s, message.clock_s, now_s)
         self._workers = message.workers
         self._renew_s = message.lease_s / RENEWALS_PER_LEASE
         self._renewed_s = now_s
@@ -307,7 +312,7 @@ class ClientSession:
         if self.state is SessionState.OPENING:
             if self._hello_sent_s is None or now_s - self._hello_sent_s >= RESEND_S:
                 self._hello_sent_s = now_s
-                reaction.send.append(self._hello)
+                reaction.send.append(self._hello(now_s))
         elif self.state is SessionState.READY:
             reaction.send.extend(self._take_drops())
             stale = []
@@ -321,6 +326,9 @@ class ClientSession:
                 reaction.send.append(self._claim_message(claim_id, claim))
             self._merge(reaction, self._refuse(stale, "claim", "the prefill server was restarted"))
         return reaction
+
+    def _hello(self, now_s: float) -> Hello:
+        return Hello(version=PROTOCOL_VERSION, fingerprint=self._fingerprint, sent_s=now_s)
 
     def _take_drops(self) -> list[Message]:
         drops, self._pending_drops = self._pending_drops, {}
@@ -336,7 +344,7 @@ class ClientSession:
         ]
 
     def _is_of_this_process(self, ticket: AnyTicket) -> bool:
-        return isinstance(ticket, Appointment) or ticket.instance == self._instance
+        return isinstance(ticket, Appointment) or ticket.instance == self.instance
 
     def _claim_message(self, claim_id: int, claim: _OpenClaim) -> Claim | Announce:
         ticket = claim.ticket

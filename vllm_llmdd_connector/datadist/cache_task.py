@@ -4,15 +4,27 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 from vllm_llmdd_connector.datadist import _engine
 from vllm_llmdd_connector.datadist.checks import check_uint32
 from vllm_llmdd_connector.datadist.status import LLMStatusCode, engine_errors, status_of
 
-__all__ = ["CacheTask"]
+__all__ = ["CacheTask", "LayerTime"]
 
 # One wait of the engine, so that Ctrl-C is heard.
 _SLICE_MS = 500
+
+
+class LayerTime(NamedTuple):
+    """One layer that has arrived at one destination; nanoseconds as of ``time.monotonic_ns``."""
+
+    config_index: int
+    """Of the transfer's configs."""
+    layer_index: int
+    """In the source cache."""
+    started_ns: int
+    acknowledged_ns: int
 
 
 class CacheTask:
@@ -48,6 +60,11 @@ class CacheTask:
         if not self._wait(timeout_in_millis):
             return [self._timeout_status for _ in self._results()]
         return self._results()
+
+    def layer_times(self) -> list[LayerTime]:
+        """Extension: the layers that have arrived so far, in the order in which they were sent."""
+        with engine_errors("CacheTask"):
+            return [LayerTime(*time) for time in self._task.layer_times()]
 
     def _wait(self, timeout_in_millis: int | None) -> bool:
         if timeout_in_millis is not None:

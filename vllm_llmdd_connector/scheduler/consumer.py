@@ -5,6 +5,8 @@ Runs on the scheduling thread only. A request's states:
 ============= ==================== =============
 state         event                next
 ============= ==================== =============
+``SUMMONING`` a P knocked          ``CLAIMING``
+``SUMMONING`` refused, too late    ``LOCAL``
 ``CLAIMING``  P granted or invited ``MATCHED``
 ``CLAIMING``  refused, too late    ``LOCAL``
 ``MATCHED``   blocks allocated     ``RECEIVING``
@@ -14,42 +16,36 @@ state         event                next
 ``RECEIVING`` a rank failed        ``FAILED``
 ============= ==================== =============
 
+A request that names a metaserver begins as ``SUMMONING``: the P that will prefill it gets in touch.
+Others name their P and begin as ``CLAIMING``.
+
 A grant is for blocks that P has computed, which D pulls; an invitation is for a prompt that P is
 about to compute, whose blocks it pushes into those that D reserves.
 
-Only ``CLAIMING`` and ``MATCHED`` may still ask for remote blocks, so a request that vLLM preempts
+Only states before ``RECEIVING`` may still ask for remote blocks, so a request that vLLM preempts
 after its load, or reschedules after a failure, is computed locally.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
+
+from msgspec.structs import replace
 
 from vllm_llmdd_connector.config import ConnectorConfig, is_allowed_peer
 from vllm_llmdd_connector.control.session import Granted, InQueue, Invited, Outcome, Refused
-from vllm_llmdd_connector.errors import RemoteProtocolError, TransferError
+from vllm_llmdd_connector.errors import RemoteProtocolError
 from vllm_llmdd_connector.ids import new_claim_id
 from vllm_llmdd_connector.layout.groups import Group
 from vllm_llmdd_connector.log import get_logger
-from vllm_llmdd_connector.metadata import Job, PullJob, ReceiveJob, StepMessage
+from vllm_llmdd_connector.metadata import Job, StepMessage
 from vllm_llmdd_connector.metrics import TransferStats
-from vllm_llmdd_connector.params import (
-    AnyTicket,
-    Appointment,
-    read_appointment,
-    read_ticket,
-    request_prompt_hash,
-    transfer_id_of,
-    wants_remote_prefill,
-)
-from vllm_llmdd_connector.scheduler.block_map import (
-    NULL_BLOCK,
-    GroupBlocks,
-    WantedBlocks,
-    map_blocks,
-    wanted_blocks,
-)
+from vllm_llmdd_connector.params import AnyTicket, Appointment, wants_remote_prefill
+from vllm_llmdd_connector.scheduler.admission import check_ticket, checked_metaserver, ticket_of
+from vllm_llmdd_connector.scheduler.block_map import NULL_BLOCK
+from vllm_llmdd_connector.scheduler.jobs import JobOrder, pull_job, receive_job
+from vllm_llmdd_connector.scheduler.summons import Answered, Knocked, SummonsTable
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -58,6 +54,7 @@ logger = get_logger(__name__)
 
 
 class RequestState(Enum):
+    SUMMONING = "summoning"
     CLAIMING = "claiming"
     MATCHED = "matched"
     RECEIVING = "receiving"
@@ -66,7 +63,8 @@ class RequestState(Enum):
     LOCAL = "local"
 
 
-_OPEN = frozenset({RequestState.CLAIMING, RequestState.MATCHED})
+_UNANSWERED = frozenset({RequestState.SUMMONING, RequestState.CLAIMING})
+_OPEN = _UNANSWERED | {RequestState.MATCHED}
 """Nothing has been decided about the request's blocks yet."""
 
 
@@ -90,7 +88,7 @@ class ConsumerRequest:
     claim_id: int
     state: RequestState
     deadline_s: float
-    """Of the claim's answer."""
+    """Of the next answer: a P's knock, or the answer to the claim."""
     offer: Granted | Invited | None = None
     num_local_tokens: int = 0
     """D's local prefix hit when vLLM last asked."""
@@ -107,8 +105,11 @@ class Consumer:
         clock: Callable[[], float],
         stats: TransferStats,
         groups: Sequence[Group] = (),
+        summons: SummonsTable | None = None,
     ) -> None:
+        """Without ``summons`` no metaserver is asked."""
         self._config = config
+        self._summons = summons
         self._groups = tuple(groups)
         self._block_sizes = tuple(block_sizes)
         self._control = control
@@ -131,7 +132,7 @@ class Consumer:
         if entry is None:
             return 0, False
         self._apply_outcomes()
-        if entry.state is RequestState.CLAIMING:
+        if entry.state in _UNANSWERED:
             if self._clock() < entry.deadline_s:
                 return None, False
             # Its answer may still be on the way, and would be renewed for nobody.
@@ -144,6 +145,11 @@ class Consumer:
         # vLLM computes the last token itself in any case, to sample from it. It is not counted as
         # loaded either: vLLM would let a sliding window move past the block that it still reads.
         return (num_tokens - 1, True) if num_tokens > 1 else (0, False)
+
+    def transfer_of(self, request_id: str) -> str | None:
+        """The transfer id of a request with a ticket."""
+        entry = self._requests.get(request_id)
+        return None if entry is None else entry.ticket.transfer_id
 
     def is_open(self, request_id: str) -> bool:
         """Whether an allocation for this request still decides about its remote blocks."""
@@ -161,11 +167,20 @@ class Consumer:
             self._give_up_claim(entry)
             self._stats.count("recv_not_needed")
             return
-        end = entry.num_local_tokens + num_external_tokens
+        order = JobOrder(
+            entry.request_id,
+            entry.ticket,
+            entry.claim_id,
+            block_ids,
+            self._block_sizes,
+            entry.num_local_tokens,
+            entry.num_local_tokens + num_external_tokens,
+            self._config.request_timeout_s,
+        )
         if isinstance(entry.offer, Granted):
-            self._jobs.append(self._pull_job(entry, entry.offer, block_ids, end))
+            self._jobs.append(pull_job(order, entry.offer))
         else:
-            self._jobs.append(self._receive_job(entry, entry.offer, block_ids, end))
+            self._jobs.append(receive_job(order, entry.offer))
             self._control.has_blocks(entry.claim_id, entry.ticket)
         entry.state = RequestState.RECEIVING
 
@@ -209,6 +224,8 @@ class Consumer:
             self._cancels[entry.request_id] = ""
         if entry.state in _OPEN or entry.state is RequestState.RECEIVING:
             self._drop(entry)
+        if self._summons is not None:
+            self._summons.end(entry.ticket.transfer_id)
 
     def _known(self, request: "Request") -> ConsumerRequest | None:
         """The request's entry; made, and its claim sent, at first sight."""
@@ -220,59 +237,38 @@ class Consumer:
     def _admit(self, request: "Request") -> ConsumerRequest | None:
         if getattr(request, "abort_immediately", False):
             return None
-        ticket = self._checked_ticket(request)
-        if ticket is None:
-            return None
-        deadline_s = self._clock() + self._config.first_contact_timeout_s
-        entry = ConsumerRequest(
-            request.request_id, ticket, new_claim_id(), RequestState.CLAIMING, deadline_s
-        )
-        self._requests[entry.request_id] = entry
-        self._by_claim[entry.claim_id] = entry
-        self._control.claim(entry.claim_id, ticket, deadline_s)
-        return entry
-
-    def _checked_ticket(self, request: "Request") -> AnyTicket | None:
-        """The ticket, or None with the params switched off: such a request is prefilled locally."""
         params = request.kv_transfer_params
         assert params is not None
         try:
-            ticket = self._read_ticket(params, request)
-            self._check_ticket(ticket, request)
+            url = checked_metaserver(params, request, self._config.allowed_peers)
+            ticket = ticket_of(params, request)
+            check_ticket(ticket, request, self._config.allowed_peers)
         except RemoteProtocolError as error:
             params["do_remote_prefill"] = False
             self._stats.count_failure("params")
             logger.warning("request %s: prefilled locally: %s", request.request_id, error)
             return None
-        return ticket
+        entry = ConsumerRequest(
+            request.request_id, ticket, new_claim_id(), RequestState.CLAIMING, 0.0
+        )
+        self._requests[entry.request_id] = entry
+        self._by_claim[entry.claim_id] = entry
+        if url is None:
+            self._claim(entry)
+        else:
+            self._summon(entry, url)
+        return entry
 
-    @staticmethod
-    def _read_ticket(params: dict[str, Any], request: "Request") -> AnyTicket:
-        """The sequential flow's ticket, or the concurrent flow's appointment."""
-        transfer_id = transfer_id_of(params)
-        if transfer_id is None or isinstance(params.get("llmdd"), dict):
-            return read_ticket(params)
-        prompt_id = request_prompt_hash(request)
-        if prompt_id is None:
-            raise RemoteProtocolError("a prompt of embeddings cannot be prefilled elsewhere")
-        return read_appointment(params, transfer_id, request.num_prompt_tokens, prompt_id)
+    def _claim(self, entry: ConsumerRequest) -> None:
+        entry.state = RequestState.CLAIMING
+        entry.deadline_s = self._clock() + self._config.first_contact_timeout_s
+        self._control.claim(entry.claim_id, entry.ticket, entry.deadline_s)
 
-    def _check_ticket(self, ticket: AnyTicket, request: "Request") -> None:
-        if not is_allowed_peer(ticket.host, self._config.allowed_peers):
-            raise RemoteProtocolError(
-                f"kv_transfer_params names the prefill server {ticket.host}, which is not in "
-                f"allowed_peers {list(self._config.allowed_peers)}; add it there if it is yours"
-            )
-        if ticket.num_tokens != request.num_prompt_tokens:
-            raise RemoteProtocolError(
-                f"the prompt has {request.num_prompt_tokens} tokens here, {ticket.num_tokens} at "
-                "the prefill server (one of several prompts or choices of a request?)"
-            )
-        if ticket.prompt_hash != request_prompt_hash(request):
-            raise RemoteProtocolError(
-                "the prompt differs from the one that was prefilled "
-                "(one of several prompts or choices of a request?)"
-            )
+    def _summon(self, entry: ConsumerRequest, url: str) -> None:
+        assert self._summons is not None, "a consumer that knows metaservers"
+        entry.state = RequestState.SUMMONING
+        entry.deadline_s = self._clock() + self._config.metaserver_timeout_s
+        self._summons.ask(entry.request_id, entry.ticket.transfer_id, url)
 
     def _release_rejected(self, request: "Request") -> None:
         """D's frontend refused the request: it comes only to be aborted, with a placeholder
@@ -282,7 +278,7 @@ class Consumer:
             return
         assert params is not None
         try:
-            ticket = self._read_ticket(params, request)
+            ticket = ticket_of(params, request)
         except RemoteProtocolError:
             return
         if is_allowed_peer(ticket.host, self._config.allowed_peers):
@@ -291,10 +287,33 @@ class Consumer:
             self._stats.count("recv_not_needed")
 
     def _apply_outcomes(self) -> None:
+        if self._summons is not None:
+            for event in self._summons.take_events():
+                self._apply_summons(self._summons, event)
         for outcome in self._control.take_outcomes():
             entry = self._by_claim.get(outcome.claim_id)
             if entry is not None:
                 self._apply(entry, outcome)
+
+    def _apply_summons(self, summons: SummonsTable, event: Knocked | Answered) -> None:
+        entry = self._requests.get(event.request_id)
+        if entry is None:
+            return
+        match event:
+            case Knocked() if entry.state is RequestState.SUMMONING:
+                assert isinstance(entry.ticket, Appointment)
+                entry.ticket = replace(entry.ticket, host=event.host, port=event.port)
+                self._claim(entry)
+            case Knocked() if entry.ticket.address != (event.host, event.port):
+                # The proxy has sent it to another P after the first one.
+                summons.send_away(entry.ticket.transfer_id, event.host, event.port)
+            case Answered(failure="") if entry.state is RequestState.SUMMONING:
+                # P has finished: what it had to say is here or on its way.
+                finished_s = self._clock() + self._config.first_contact_timeout_s
+                entry.deadline_s = min(entry.deadline_s, finished_s)
+            case Answered() if event.failure and entry.state in _OPEN:
+                self._drop(entry)
+                self._fall_back(entry, "metaserver", event.failure)
 
     def _apply(self, entry: ConsumerRequest, outcome: Outcome) -> None:
         match outcome:
@@ -338,13 +357,14 @@ class Consumer:
     def _fall_back(self, entry: ConsumerRequest, stage: str, reason: str) -> None:
         entry.state = RequestState.LOCAL
         self._by_claim.pop(entry.claim_id, None)
+        if self._summons is not None:
+            self._summons.end(entry.ticket.transfer_id)
         self._stats.count_failure(stage)
         logger.warning(
-            "request %s: prefilled locally, %s with prefill server %s:%d failed: %s",
+            "request %s: prefilled locally, %s with prefill server %s failed: %s",
             entry.request_id,
             stage,
-            entry.ticket.host,
-            entry.ticket.port,
+            "{}:{}".format(*entry.ticket.address) if entry.ticket.port else "(none yet)",
             reason,
         )
 
@@ -354,78 +374,13 @@ class Consumer:
         self._drop(entry)
 
     def _drop(self, entry: ConsumerRequest) -> None:
+        if not entry.ticket.port:
+            return
         deadline_s = self._clock() + self._config.first_contact_timeout_s
         self._control.drop(entry.claim_id, entry.ticket, deadline_s)
 
-    def _pull_job(
-        self,
-        entry: ConsumerRequest,
-        granted: Granted,
-        block_ids: Sequence[Sequence[int]],
-        end: int,
-    ) -> PullJob:
-        """The workers' order for the tokens from D's local hit to ``end``.
-
-        Without groups when the tables do not fit, which the workers report as failed.
-        """
-        start = entry.num_local_tokens
-        groups: list[GroupBlocks] = []
-        try:
-            groups = map_blocks(
-                granted.block_ids,
-                block_ids,
-                self._block_sizes,
-                start,
-                end,
-            )
-        except TransferError as error:
-            logger.error("request %s: %s", entry.request_id, error)
-        return PullJob(
-            request_id=entry.request_id,
-            transfer_id=entry.ticket.transfer_id,
-            claim_id=entry.claim_id,
-            production=granted.production,
-            secret=granted.secret,
-            control_address=entry.ticket.address,
-            session=granted.session,
-            workers=granted.workers,
-            groups=groups,
-            loaded_blocks=self._loaded_blocks(block_ids, start, end),
-            timeout_s=self._config.request_timeout_s,
-        )
-
-    def _receive_job(
-        self,
-        entry: ConsumerRequest,
-        invited: Invited,
-        block_ids: Sequence[Sequence[int]],
-        end: int,
-    ) -> ReceiveJob:
-        """As ``_pull_job``, for blocks that P will push."""
-        start = entry.num_local_tokens
-        groups: list[WantedBlocks] = []
-        try:
-            groups = wanted_blocks(block_ids, self._block_sizes, start, end)
-        except TransferError as error:
-            logger.error("request %s: %s", entry.request_id, error)
-        return ReceiveJob(
-            request_id=entry.request_id,
-            transfer_id=entry.ticket.transfer_id,
-            claim_id=entry.claim_id,
-            control_address=entry.ticket.address,
-            session=invited.session,
-            workers=invited.workers,
-            groups=groups,
-            loaded_blocks=self._loaded_blocks(block_ids, start, end),
-            timeout_s=self._config.request_timeout_s,
-        )
-
-    def _loaded_blocks(self, block_ids: Sequence[Sequence[int]], start: int, end: int) -> list[int]:
-        if len(block_ids) != 1:
-            return []
-        size = self._block_sizes[0]
-        return list(block_ids[0][start // size : -(-end // size)])
-
 
 def _stage(entry: ConsumerRequest) -> str:
+    if entry.state is RequestState.SUMMONING:
+        return "metaserver"
     return "announce" if isinstance(entry.ticket, Appointment) else "claim"

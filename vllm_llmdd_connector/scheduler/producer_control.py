@@ -103,6 +103,8 @@ class ProducerControl:
                 instance=self._instance,
                 workers=self._workers,
                 lease_s=self._config.lease_s,
+                hello_sent_s=message.sent_s,
+                clock_s=self._clock(),
             )
         self._stats.count_failure("handshake")
         if problem not in self._logged_refusals and len(self._logged_refusals) < MAX_LOGGED:
@@ -164,32 +166,30 @@ class ProducerControl:
         self._producer.leases.drop(production, message.secret, message.claim_id)
 
     def _released(self, message: Release) -> Message:
-        is_held = self._released_of(message.production, message) or self._released_by_push(message)
+        leases = self._producer.leases
+        is_held = leases.release(message.production, message.secret, message.claim_id, message.rank)
+        if not is_held:
+            self._note_pushed(message)
+        elif not leases.has_claim(message.claim_id):
+            # All ranks have it: should the prompt be preempted, this D needs no lease again.
+            self._producer.handovers.drop(message.secret, message.claim_id)
         return ReleaseAck(claim_id=message.claim_id, production=message.production, valid=is_held)
 
-    def _released_of(self, production: int, message: Release) -> bool:
-        """A rank needs no more of this production's lease."""
-        leases = self._producer.leases
-        secret, claim_id = message.secret, message.claim_id
-        is_held = leases.release(production, secret, claim_id, message.rank)
-        if is_held and not leases.has_claim(claim_id):
-            # All ranks have it: should the prompt be preempted, this D needs no lease again.
-            self._producer.handovers.drop(secret, claim_id)
-        return is_held
+    def _note_pushed(self, message: Release) -> None:
+        """A rank was perhaps sent all it wants before there was a lease, or before a preemption.
 
-    def _released_by_push(self, message: Release) -> bool:
-        """A rank was sent all it wants before there was a lease, or before a preemption.
-
-        It will not ask for the next computation, so a lease of that does not wait for it.
+        It will not ask for the next computation, so a lease of that does not wait for it. The
+        answer stays that this production is not held: a push was confirmed by its ``Done``, and a
+        pull from an ended lease must not pass for one of a later request with the same transfer id.
         """
+        leases = self._producer.leases
         handover = self._producer.handovers.release(
-            message.secret, message.claim_id, message.rank, self._producer.leases.num_ranks
+            message.secret, message.claim_id, message.rank, leases.num_ranks
         )
-        if handover is None:
-            return False
-        if handover.lease is None:
-            return True
-        return self._released_of(handover.lease.production, message)
+        if handover is not None and handover.lease is not None:
+            leases.release(
+                handover.lease.production, message.secret, message.claim_id, message.rank
+            )
 
 
 def _grant(claim_id: int, lease: Lease) -> Grant:

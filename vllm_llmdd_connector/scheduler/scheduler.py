@@ -1,24 +1,30 @@
 """The scheduler-side connector: vLLM's hooks, forwarded to the producer and the consumer half."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from vllm_llmdd_connector.config import ConnectorConfig
 from vllm_llmdd_connector.control.channel import Server
 from vllm_llmdd_connector.control.client import ControlClient
 from vllm_llmdd_connector.control.fingerprint import Fingerprint, model_facts
-from vllm_llmdd_connector.control.messages import PROTOCOL_VERSION
-from vllm_llmdd_connector.errors import ConfigError
+from vllm_llmdd_connector.control.messages import PROTOCOL_VERSION, AnyMessage, Knock, Message
+from vllm_llmdd_connector.control.metaserver import MetaserverClient
+from vllm_llmdd_connector.errors import ConfigError, RemoteProtocolError
 from vllm_llmdd_connector.ids import new_instance
 from vllm_llmdd_connector.layout.groups import transfer_groups
 from vllm_llmdd_connector.log import get_logger
 from vllm_llmdd_connector.metadata import StepMessage, WorkerHandshake, WorkerReport
 from vllm_llmdd_connector.metrics import LlmddStats, TransferStats
-from vllm_llmdd_connector.params import wants_remote_prefill
+from vllm_llmdd_connector.params import metaserver_post, wants_remote_prefill
+from vllm_llmdd_connector.scheduler.callers import Callers
 from vllm_llmdd_connector.scheduler.consumer import Consumer
 from vllm_llmdd_connector.scheduler.producer import Producer
 from vllm_llmdd_connector.scheduler.producer_control import ProducerControl
+from vllm_llmdd_connector.scheduler.request_trace import ConsumerTrace, ProducerTrace
+from vllm_llmdd_connector.scheduler.summons import SummonsTable
+from vllm_llmdd_connector.trace.recorder import NO_TRACE, open_trace
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -45,18 +51,29 @@ class SchedulerConnector:
         transfer = vllm_config.kv_transfer_config
         self._producer: Producer | None = None
         self._consumer: Consumer | None = None
-        self._server: Server | None = None
+        self._callers: Callers | None = None
         self._client: ControlClient | None = None
+        self._summons: SummonsTable | None = None
+        self._metaservers = MetaserverClient(config.first_contact_timeout_s)
         self._is_consumer = transfer.is_kv_consumer
         self._warned_local = False
         self._instance = new_instance()
+        self._server = Server(
+            "llmdd-control-server",
+            config.host,
+            self._control_port(),
+            lambda: self._stats.count("junk_messages"),
+        )
+        self._recorder = open_trace(
+            config.trace_dir,
+            str(transfer.kv_role),
+            str(transfer.engine_id),
+            "scheduler",
+            instance=self._instance,
+        )
+        self._producer_trace: ProducerTrace | None = None
+        self._consumer_trace: ConsumerTrace | None = None
         if transfer.is_kv_producer:
-            self._server = Server(
-                "llmdd-control-server",
-                config.host,
-                self._control_port(),
-                lambda: self._stats.count("junk_messages"),
-            )
             self._producer = Producer(
                 config,
                 transfer.engine_id,
@@ -68,6 +85,10 @@ class SchedulerConnector:
                 time.monotonic,
                 self._stats,
             )
+            self._callers = Callers(config, self._server.port, self._producer, self._stats)
+            if self._recorder is not None:
+                block_sizes = [group.block_size for group in self._groups]
+                self._producer_trace = ProducerTrace(self._recorder, block_sizes, self._transferred)
 
     def _control_port(self) -> int:
         if not self._config.control_port:
@@ -90,7 +111,8 @@ class SchedulerConnector:
             **model_facts(self._vllm_config),
         )
         can_push = self._config.push and all(rank.can_push for rank in ranks)
-        if self._producer is not None and self._server is not None:
+        control: ProducerControl | None = None
+        if self._producer is not None:
             if can_push:
                 self._producer.allow_push()
             control = ProducerControl(
@@ -102,33 +124,66 @@ class SchedulerConnector:
                 time.monotonic,
                 self._stats,
             )
-            self._server.start(control.handle)
-            logger.info("control channel listens on %s:%d", self._config.host, self._server.port)
         if self._is_consumer:
             self._client = ControlClient(
                 fingerprint,
                 time.monotonic,
                 lambda number: self._stats.count("junk_messages", number),
                 takes_push=can_push,
+                trace=self._recorder or NO_TRACE,
+            )
+            block_sizes = [group.block_size for group in self._groups]
+            make_post = partial(
+                metaserver_post,
+                engine_id=self._vllm_config.kv_transfer_config.engine_id,
+                address=(self._config.host, self._server.port),
+                block_sizes=block_sizes,
+                num_ranks=size,
+            )
+            self._summons = SummonsTable(
+                self._config, self._metaservers, self._client, make_post, time.monotonic
             )
             self._consumer = Consumer(
                 self._config,
-                [group.block_size for group in self._groups],
+                block_sizes,
                 self._client,
                 time.monotonic,
                 self._stats,
                 self._groups,
+                self._summons,
             )
+            if self._recorder is not None:
+                self._consumer_trace = ConsumerTrace(self._recorder, self._consumer.transfer_of)
+        self._server.start(partial(self._on_message, control))
+        logger.info("control channel listens on %s:%d", self._config.host, self._server.port)
+
+    def _on_message(
+        self,
+        control: ProducerControl | None,
+        message: AnyMessage,
+        reply: Callable[[Message], None],
+    ) -> None:
+        """Control server's thread: what a D says to a P, and a P to a D."""
+        if isinstance(message, Knock) and self._summons is not None:
+            self._summons.on_knock(message)
+        elif control is not None:
+            control.handle(message, reply)
+        else:
+            raise RemoteProtocolError(f"{type(message).__name__} is not for a decode server")
 
     def bind_block_pool(self, block_pool: "BlockPool") -> None:
         if self._producer is not None:
             self._producer.bind_block_pool(block_pool)
 
     def on_new_request(self, request: "Request") -> None:
-        if self._producer is not None:
-            self._producer.on_new_request(request)
+        if self._callers is not None:
+            self._callers.on_new_request(request)
+        if self._producer_trace is not None:
+            self._producer_trace.on_new_request(request)
         if self._consumer is not None:
             self._consumer.on_new_request(request)
+            if self._consumer_trace is not None:
+                self._consumer_trace.on_new_request(request)
             if self._producer is None and not wants_remote_prefill(request.kv_transfer_params):
                 self._count_local_prefill(request)
 
@@ -145,6 +200,8 @@ class SchedulerConnector:
         self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int
     ) -> None:
         if self._consumer is not None and self._consumer.is_open(request.request_id):
+            if self._consumer_trace is not None:
+                self._consumer_trace.on_allocated(request, num_external_tokens)
             block_ids = self._transferred(blocks.get_block_ids())
             self._consumer.on_allocated(request.request_id, block_ids, num_external_tokens)
 
@@ -157,6 +214,10 @@ class SchedulerConnector:
             self._producer.fill(step, output)
         if self._consumer is not None:
             self._consumer.fill(step)
+        if self._producer_trace is not None:
+            self._producer_trace.fill(step, output)
+        if self._consumer_trace is not None:
+            self._consumer_trace.fill(output)
         return step
 
     def update_connector_output(self, output: "KVConnectorOutput") -> None:
@@ -171,11 +232,16 @@ class SchedulerConnector:
     def request_finished(
         self, request: "Request", block_ids: Sequence[Sequence[int]]
     ) -> tuple[bool, dict[str, Any] | None]:
+        if self._consumer_trace is not None:
+            self._consumer_trace.request_finished(request)
         if self._consumer is not None:
             self._consumer.request_finished(request)
         if self._producer is None:
             return False, None
-        return self._producer.request_finished(request, block_ids)
+        result = self._producer.request_finished(request, block_ids)
+        if self._producer_trace is not None:
+            self._producer_trace.request_finished(request, result[1] is not None)
+        return result
 
     def reset_cache(self) -> bool:
         """The prefix cache is to be reset: give back what ended leases still hold."""
@@ -187,10 +253,14 @@ class SchedulerConnector:
         return self._stats.take()
 
     def shutdown(self) -> None:
-        if self._server is not None:
-            self._server.close()
+        self._server.close()
+        self._metaservers.close()
+        if self._callers is not None:
+            self._callers.close()
         if self._client is not None:
             self._client.close()
+        if self._recorder is not None:
+            self._recorder.close()
 
     def _transferred(self, block_ids: Sequence[Sequence[int]]) -> list[Sequence[int]]:
         return [block_ids[group.group_id] for group in self._groups]

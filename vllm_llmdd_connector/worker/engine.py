@@ -227,6 +227,12 @@ class PushTask:
         """Wait for its end; its status by name. Every layer has a timeout in the engine."""
         return status_name(self._task.synchronize())
 
+    def layer_times(self) -> list[tuple[int, int, int]]:
+        """Per region that has arrived: its index, and when its push was started and acknowledged;
+        nanoseconds of the monotonic clock."""
+        times = self._task.layer_times()
+        return [(time.layer_index, time.started_ns, time.acknowledged_ns) for time in times]
+
 
 def _joined(*parts: str) -> str:
     return ": ".join(part for part in parts if part)

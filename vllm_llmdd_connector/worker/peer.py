@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import zmq
 
@@ -32,6 +32,7 @@ from vllm_llmdd_connector.layout.kv_layout import CachePlan
 from vllm_llmdd_connector.log import get_logger
 from vllm_llmdd_connector.metadata import Job, PullJob, ReceiveJob
 from vllm_llmdd_connector.metrics import TransferStats
+from vllm_llmdd_connector.trace.recorder import NO_TRACE, Trace
 from vllm_llmdd_connector.worker.backend import Fence
 from vllm_llmdd_connector.worker.completion import Completions
 from vllm_llmdd_connector.worker.digest import DigestLog
@@ -72,6 +73,7 @@ class PeerContext:
     digests: DigestLog | None
     zmq_context: "zmq.Context[zmq.Socket[bytes]]"
     tp_rank: int
+    trace: Trace = NO_TRACE
 
 
 @dataclass(slots=True)
@@ -288,10 +290,19 @@ class PeerThread:
         for plan in self._context.plans:
             group = job.groups[plan.group_index]
             if group.dst_blocks:
+                begin_ns = time.monotonic_ns()
                 self._context.engine.pull(
                     self.endpoint.cluster_id, plan, group.src_blocks, group.dst_blocks
                 )
                 self._context.stats.count("recv_transfers")
+                self._context.trace.span(
+                    "pull",
+                    begin_ns,
+                    time.monotonic_ns(),
+                    **_names_of(job),
+                    cache=plan.model_id,
+                    layer_bytes=len(group.dst_blocks) * plan.block_len,
+                )
         self._context.stats.observe("pull_seconds", time.monotonic() - started_s)
 
     def _on_pull_confirmed(self, transfer: _Transfer, released_s: float, answer: Answer) -> None:
@@ -317,8 +328,12 @@ class PeerThread:
             transfer.deadline_s,
             on_done=partial(self._on_pushed, transfer, job, dialer),
             on_failed=partial(self._fail, transfer, "push"),
+            on_reserved=partial(self._on_reserved, job),
         )
         self._receiver.begin(receive, self._worker_dialer)
+
+    def _on_reserved(self, job: ReceiveJob, reservation: int) -> None:
+        self._context.trace.event("reserve", **_names_of(job), reservation=f"{reservation:x}")
 
     def _on_pushed(
         self, transfer: _Transfer, job: ReceiveJob, dialer: Dialer, production: int
@@ -339,6 +354,7 @@ class PeerThread:
         on_answer: Callable[[Answer], None],
         dialer: Dialer,
     ) -> None:
+        self._context.trace.event("release", **_names_of(job))
         message = Release(
             session=job.session,
             claim_id=job.claim_id,
@@ -367,6 +383,7 @@ class PeerThread:
 
     def _succeed(self, transfer: _Transfer) -> None:
         context, job = self._context, transfer.job
+        context.trace.event("arrival", **_names_of(job))
         num_bytes = num_blocks = 0
         for plan, dst_blocks, first in self._arrived(job):
             num_bytes += len(dst_blocks) * plan.block_len * len(plan.regions)
@@ -391,6 +408,7 @@ class PeerThread:
     def _fail(self, transfer: _Transfer, stage: str, reason: str) -> None:
         job = transfer.job
         self._unreported.pop(job.request_id, None)
+        self._context.trace.event("failed", **_names_of(job), stage=stage, reason=reason)
         if not self._context.completions.is_cancelled(job.request_id):
             self._context.stats.count_failure(stage)
             logger.error(
@@ -415,6 +433,10 @@ class PeerThread:
         self._wake.close()
         logger.debug("peer %x: thread ended: %s", self.endpoint.cluster_id, reason)
         self._on_end(self)
+
+
+def _names_of(job: Job) -> dict[str, Any]:
+    return {"transfer": job.transfer_id, "request": job.request_id}
 
 
 def _log_late_release(request_id: str, answer: Answer) -> None:

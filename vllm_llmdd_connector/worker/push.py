@@ -28,6 +28,7 @@ from vllm_llmdd_connector.layout.kv_layout import CachePlan
 from vllm_llmdd_connector.log import get_logger
 from vllm_llmdd_connector.metadata import PrefillChunk
 from vllm_llmdd_connector.metrics import TransferStats
+from vllm_llmdd_connector.trace.recorder import NO_TRACE, Trace
 from vllm_llmdd_connector.worker.layer_events import LayerEvents
 from vllm_llmdd_connector.worker.push_plan import Order, PushPlan, Reply, Reservation
 
@@ -44,6 +45,7 @@ class Task(Protocol):
     """A transfer under way."""
 
     def wait(self) -> str: ...
+    def layer_times(self) -> list[tuple[int, int, int]]: ...
 
 
 class PushEngine(Protocol):
@@ -87,7 +89,9 @@ class Pusher:
         block_sizes: Sequence[int],
         clock: Callable[[], float],
         stats: TransferStats,
+        trace: Trace = NO_TRACE,
     ) -> None:
+        self._trace = trace
         self._engine = engine
         self._plans = list(plans)
         self._clock = clock
@@ -188,6 +192,8 @@ class Pusher:
         if sender is None:
             sender = self._senders[message.cluster_id] = _Sender(message.cluster_id, self)
         for piece in pieces:
+            if self._trace is not NO_TRACE:
+                self._trace.event("queued", **_named(piece))
             sender.add(piece)
 
     def start(self, piece: _Piece) -> bool:
@@ -250,6 +256,7 @@ class Pusher:
                 return
             reservation.is_over = True
             message = reservation.message
+            self._trace.event("done", **_names_of(reservation))
             reservation.reply(
                 Done(
                     transfer_id=message.transfer_id,
@@ -261,6 +268,14 @@ class Pusher:
         self._stats.count("sent_bytes", reservation.num_bytes)
         self._stats.observe("push_seconds", self._clock() - reservation.opened_s)
 
+    def record(self, piece: _Piece) -> None:
+        """A transfer has ended; after ``ended``, so that D does not wait for it."""
+        if self._trace is NO_TRACE or piece.task is None:
+            return
+        names = _named(piece)
+        for layer, started_ns, acknowledged_ns in piece.task.layer_times():
+            self._trace.span("sent", started_ns, acknowledged_ns, **names, layer=layer)
+
     def lock_for_next(self) -> threading.Lock:
         """Guards a sender's queues."""
         return self._lock
@@ -268,6 +283,25 @@ class Pusher:
     def gone(self, cluster_id: int) -> None:
         """A sender's thread is about to end; with the lock."""
         del self._senders[cluster_id]
+
+
+def _names_of(reservation: Reservation) -> dict[str, Any]:
+    message = reservation.message
+    return {
+        "transfer": message.transfer_id,
+        # Hexadecimal: many readers of JSON turn integers of this size into floats.
+        "reservation": f"{message.reservation:x}",
+        "production": reservation.production,
+    }
+
+
+def _named(piece: _Piece) -> dict[str, Any]:
+    """What a trace says of a piece; ``layer_bytes`` are those of each of its layers."""
+    return {
+        **_names_of(piece.order.reservation),
+        "cache": piece.plan.model_id,
+        "layer_bytes": len(piece.order.src_blocks) * piece.plan.block_len,
+    }
 
 
 class _Sender:
@@ -313,6 +347,7 @@ class _Sender:
                 return
             assert piece.task is not None
             self._pusher.ended(piece, piece.task.wait())
+            self._pusher.record(piece)
             with self._changed:
                 self._started.popleft()
                 self._start_some()

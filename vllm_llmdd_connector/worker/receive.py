@@ -45,6 +45,8 @@ class Receive:
     """Told P's production: every block is there, and no push can change one any more."""
     on_failed: Callable[[str], None]
     """Told the reason: the blocks are not valid, and no push can change one any more."""
+    on_reserved: Callable[[int], None] = lambda reservation: None
+    """Told each reservation of the request before P can know it."""
     reservation: int = 0
     tokens: dict[int, int] = field(default_factory=dict)
     """The engine's, by cache."""
@@ -134,6 +136,7 @@ class Receiver:
         except TransferError as error:
             self._fail(receive, str(error))
             return
+        receive.on_reserved(receive.reservation)
         reserve = Reserve(
             to_cluster=self._peer,
             cluster_id=self._engine.cluster_id,

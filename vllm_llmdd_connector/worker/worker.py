@@ -26,12 +26,14 @@ from vllm_llmdd_connector.metadata import (
     WorkerReport,
 )
 from vllm_llmdd_connector.metrics import LlmddStats, TransferStats
+from vllm_llmdd_connector.trace.recorder import NO_TRACE, Recorder, Trace, open_trace
 from vllm_llmdd_connector.worker.backend import Fence, choose_backend
 from vllm_llmdd_connector.worker.completion import Completions, Drained
 from vllm_llmdd_connector.worker.digest import DigestLog
 from vllm_llmdd_connector.worker.engine import DataDistEngine
 from vllm_llmdd_connector.worker.peer import PeerContext, PeerThread
 from vllm_llmdd_connector.worker.push import Pusher
+from vllm_llmdd_connector.worker.step_trace import StepTrace, cache_facts
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -72,6 +74,9 @@ class WorkerConnector:
         self._handshake: WorkerHandshake | None = None
         self._peer_context: PeerContext | None = None
         self._pusher: Pusher | None = None
+        self._recorder: Recorder | None = None
+        self._trace: Trace = NO_TRACE
+        self._steps: StepTrace | None = None
         self._server: Server | None = None
         self._failed: dict[str, str] = {}
         self._failed_blocks: set[int] = set()
@@ -91,6 +96,7 @@ class WorkerConnector:
         self._engine = DataDistEngine(
             self._config, backend, own_cluster, self._plans, self._is_producer
         )
+        self._start_trace(own_cluster)
         if self._is_producer and self._config.push and self._engine.can_push:
             self._start_pusher(self._engine)
         self._handshake = WorkerHandshake(
@@ -113,6 +119,7 @@ class WorkerConnector:
             digests=self._digests,
             zmq_context=self._zmq_context,
             tp_rank=self._tp_rank,
+            trace=self._trace,
         )
         self._log_registration(own_cluster)
 
@@ -131,6 +138,8 @@ class WorkerConnector:
             return
         for prompt in step.sent_prompts:
             self._digest(prompt)
+        if self._steps is not None and (step.chunks or step.traced):
+            self._steps.begin([*step.chunks, *step.traced])
         if step.chunks and self._pusher is not None:
             self._pusher.begin_step(step.chunks)
         if step.jobs:
@@ -148,8 +157,17 @@ class WorkerConnector:
 
     def forward_ended(self) -> None:
         """Every layer of this step is computed, also those that no hook reports."""
+        if self._steps is not None:
+            self._steps.end()
         if self._pusher is not None:
             self._pusher.end_step()
+
+    def _traced_layer_computed(self, layer_name: str) -> None:
+        """``layer_computed`` while tracing is on."""
+        assert self._steps is not None
+        self._steps.layer_computed(layer_name)
+        if self._pusher is not None:
+            self._pusher.layer_computed(layer_name)
 
     def poll(self) -> Drained:
         """Requests to report as received or failed. Each is returned once."""
@@ -187,6 +205,8 @@ class WorkerConnector:
             self._engine.close()
             self._engine = None
         self._zmq_context.term()
+        if self._recorder is not None:
+            self._recorder.close()
 
     def _endpoint(self, engine: DataDistEngine) -> WorkerEndpoint:
         return WorkerEndpoint(
@@ -196,9 +216,28 @@ class WorkerConnector:
             control_port=0 if self._server is None else self._server.port,
         )
 
+    def _start_trace(self, own_cluster: int) -> None:
+        self._recorder = open_trace(
+            self._config.trace_dir,
+            self._role,
+            self._engine_id,
+            f"rank {self._tp_rank}",
+            cluster=f"{own_cluster:x}",
+            caches=cache_facts(self._plans),
+        )
+        if self._recorder is None:
+            return
+        self._trace = self._recorder
+        if self._is_producer:
+            self._steps = StepTrace(self._trace)
+            # The hook itself is exchanged, so that it asks nothing while tracing is off.
+            self.layer_computed = self._traced_layer_computed  # type: ignore[method-assign]
+
     def _start_pusher(self, engine: DataDistEngine) -> None:
         block_sizes = [group.block_size for group in self._groups]
-        self._pusher = Pusher(engine, self._plans, block_sizes, time.monotonic, self._stats)
+        self._pusher = Pusher(
+            engine, self._plans, block_sizes, time.monotonic, self._stats, self._trace
+        )
         self._server = Server(
             "llmdd-worker-control",
             self._config.host,
