@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
+from fakes.clock import PATIENCE_S
 from fakes.fake_types import BlocksCacheKey, Cache, LLMException, LLMStatusCode
 
 _END_CHECK_S = 0.02
@@ -111,13 +112,11 @@ class _Step:
             self.is_over = True
             self.changed.notify_all()
 
-    def wait(self, layer: int, timeout_s: float) -> LLMStatusCode:
+    def wait(self, layer: int, timeout_s: float = PATIENCE_S) -> bool:
+        """Whether the layer is marked at last, or when the step is over."""
         with self.changed:
-            decided = self.changed.wait_for(lambda: self.marks[layer] or self.is_over, timeout_s)
-        if not decided:
-            return LLMStatusCode.LLM_TIMEOUT
-        marked = self.marks[layer]
-        return LLMStatusCode.LLM_SUCCESS if marked else LLMStatusCode.LLM_PARAM_INVALID
+            self.changed.wait_for(lambda: self.marks[layer] or self.is_over, timeout_s)
+            return self.marks[layer]
 
 
 class FakeSynchronizer:
@@ -207,6 +206,12 @@ class PushSide:
         self._ending = threading.Event()
         self._threads: list[threading.Thread] = []
 
+    @property
+    def reservations(self) -> dict[int, Reservation]:
+        """Those of this engine that are open, by token."""
+        known = list(self._pushes_to.reservations.items())
+        return {t: r for t, r in known if r.is_open and r.cluster_id == self.cluster_id}
+
     def open_reservation(self, cache: Cache, blocks: Sequence[int]) -> int:
         network = self._pushes_to
         model_id = next(key.model_id for key, known in self.caches.items() if known is cache)
@@ -288,13 +293,15 @@ class PushSide:
 
     def _wait(self, step: _Step, layer: int, timeout_s: float) -> LLMStatusCode:
         waited_s = 0.0
-        while True:
-            status = step.wait(layer, _END_CHECK_S)
+        while not step.wait(layer, _END_CHECK_S):
             waited_s += _END_CHECK_S
             if self._ending.is_set():
                 return LLMStatusCode.LLM_FAILED
-            if status is not LLMStatusCode.LLM_TIMEOUT or waited_s >= timeout_s:
-                return status
+            if step.is_over:
+                return LLMStatusCode.LLM_PARAM_INVALID
+            if waited_s >= timeout_s:
+                return LLMStatusCode.LLM_TIMEOUT
+        return LLMStatusCode.LLM_SUCCESS
 
     def _hold(self, faults: PushFaults, layer: int) -> None:
         if faults.gate is None or layer != faults.hold_at:

@@ -214,13 +214,15 @@ class FakeWorker:
         self._unwritten[layer] = frozenset()
 
     def _addresses(self, layer: int, chunks: list[Chunk]) -> frozenset[int]:
+        """Of the blocks in which this layer writes positions of prompts."""
         words = self._words[layer]
         base, stride = words.ctypes.data, words.strides[0]
-        return frozenset(
-            base + stride * int(block)
-            for chunk in chunks
-            for block in self._slots(layer, chunk, chunk.start, chunk.start + chunk.count)[0]
-        )
+        found: set[int] = set()
+        for chunk in chunks:
+            end = min(chunk.start + chunk.count, chunk.request.num_prompt_tokens)
+            blocks, _ = self._slots(layer, chunk, chunk.start, max(chunk.start, end))
+            found.update(base + stride * int(block) for block in blocks)
+        return frozenset(found)
 
     def _digest(self, chunk: Chunk) -> int:
         end, total = chunk.start + chunk.count, 0

@@ -157,8 +157,9 @@ def test_peer_killed_between_two_blocks_ends_the_pull_there(
     assert d.blocks(1) == [116, 17, 18, 19]
 
 
-def push(p: Side, token: int, src_blocks: list[int], dst_positions: list[int]) -> str:
-    """Of all layers, computed already; its end."""
+def push(p: Side, d: Side, token: int, src_blocks: list[int], dst_positions: list[int]) -> str:
+    """Of all layers, computed already, over D's link; its end."""
+    d.engine.link(p.endpoint)
     marks = p.engine.new_synchronizer(NUM_LAYERS)
     marks.mark_all()
     return p.engine.start_push(p.plan, marks, D, token, src_blocks, dst_positions).wait()
@@ -167,7 +168,7 @@ def push(p: Side, token: int, src_blocks: list[int], dst_positions: list[int]) -
 def test_push_writes_the_reserved_blocks_by_their_positions(p: Side, d: Side) -> None:
     d.engine.link(p.endpoint)
     token = d.engine.open_reservation(d.plan, [3, 0])
-    assert push(p, token, [1, 2], [0, 1]) == "LLM_SUCCESS"
+    assert push(p, d, token, [1, 2], [0, 1]) == "LLM_SUCCESS"
     assert d.blocks(0) == [102, 1, 2, 101]
     assert d.blocks(1) == [118, 17, 18, 117]
 
@@ -178,13 +179,13 @@ def test_push_into_a_closed_reservation_writes_nothing(p: Side, d: Side) -> None
     d.engine.close_reservation(token)
     d.engine.close_reservation(token)
     before = d.blocks(0)
-    assert push(p, token, [1, 2], [0, 1]) == "LLM_KV_CACHE_NOT_EXIST"
+    assert push(p, d, token, [1, 2], [0, 1]) == "LLM_KV_CACHE_NOT_EXIST"
     assert d.blocks(0) == before
 
 
 @pytest.mark.parametrize("error", [ValueError("token value is out of range"), TypeError("token")])
 def test_push_that_the_api_refuses_is_a_transfer_error(
-    p: Side, datadist: FakeDataDist, error: Exception
+    p: Side, d: Side, datadist: FakeDataDist, error: Exception
 ) -> None:
     """What D names comes from outside; any other exception ended P's worker in its next step."""
 
@@ -193,7 +194,7 @@ def test_push_that_the_api_refuses_is_a_transfer_error(
 
     datadist.api.TransferWithCacheKeyConfig = refuse
     with pytest.raises(TransferError, match="to cluster d did not start: token"):
-        push(p, 2**63, [1], [0])
+        push(p, d, 2**63, [1], [0])
 
 
 def test_fake_has_names_codes_and_arguments_of_the_real_api() -> None:

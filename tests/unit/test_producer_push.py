@@ -182,17 +182,28 @@ class TestCap:
         meeting.schedule(meeting.arrive())
         assert meeting.p.producer.num_leases == 2
 
-    def test_unreserved_prompt_over_the_cap_is_given_up_when_it_ends(
-        self, clock: FakeClock
-    ) -> None:
+    def test_invited_d_can_count_on_the_blocks_whatever_others_hold(self, clock: FakeClock) -> None:
+        """It may have allocated its own already, and the word of that may be on the way."""
         meeting = Meeting(clock, max_leased_fraction=0.03, unreserved_fraction=1.0)
         meeting.schedule(meeting.arrive("q", "u"), 40, (7, 8, 9))
         meeting.announce()
         request = meeting.arrive()
         meeting.schedule(request)
+        assert meeting.p.producer.num_leases == 2
+        assert meeting.finish(request) is not None
+        assert meeting.kinds() == [Queued, Admitted]
+
+    def test_prompt_to_be_pulled_over_the_cap_is_given_up_when_it_ends(
+        self, clock: FakeClock
+    ) -> None:
+        meeting = Meeting(clock, max_leased_fraction=0.03, unreserved_fraction=1.0)
+        meeting.schedule(meeting.arrive("q", "u"), 40, (7, 8, 9))
+        meeting.announce(takes_push=False)
+        request = meeting.arrive()
+        meeting.schedule(request)
         assert meeting.p.producer.num_leases == 1
         assert meeting.finish(request) is None
-        assert meeting.kinds() == [Queued, Admitted, Gone]
+        assert meeting.kinds() == [Queued, Gone]
         assert meeting.p.counts() == {"leases_opened": 1, "leases_over_cap": 1}
         assert meeting.p.message().voids == [2]
 
@@ -222,14 +233,14 @@ class TestCap:
             clock, groups=(window,), max_leased_fraction=0.02, unreserved_fraction=1.0
         )
         meeting.schedule(meeting.arrive("q", "u"), 40, (7, 8, 9))
-        meeting.announce()
+        meeting.announce(takes_push=False)
         request = meeting.arrive()
         meeting.schedule(request, 20)
         if is_dropped:
             meeting.drop()
         step = meeting.go_on(request, 20, 40)
         assert (step.voids, step.chunks) == ([2], [])
-        assert meeting.kinds() == [Queued, Admitted, Gone][: 2 if is_dropped else 3]
+        assert meeting.kinds() == [Queued, Gone][: 1 if is_dropped else 2]
         assert meeting.p.counts().get("leases_over_cap", 0) == (0 if is_dropped else 1)
         assert meeting.finish(request) is None
         assert meeting.num_handovers == 1

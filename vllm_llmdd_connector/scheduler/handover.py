@@ -185,6 +185,14 @@ class HandoverTable:
         self._call(handover)
         return Gate.WAIT
 
+    def is_bounded(self, handover: Handover) -> bool:
+        """Whether the gate has bounded what such prompts hold, so that no lease is refused.
+
+        A D that has blocks, or was told to allocate them, counts on the lease.
+        """
+        gated = self.can_push and all(s.takes_push for s in handover.suitors.values())
+        return gated or handover.is_reserved
+
     def computed(self, handover: Handover, lease: Lease) -> list[Suitor]:
         """P's request has finished and its blocks are held. Returns who is to be granted them."""
         handover.state = HandoverState.COMPUTED

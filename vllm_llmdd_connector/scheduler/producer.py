@@ -249,9 +249,8 @@ class Producer:
         held_blocks = tuple(dict.fromkeys(chain.from_iterable(blocks)))
         held_blocks = tuple(block for block in held_blocks if block != NULL_BLOCK)
         needed = self.leases.num_held_blocks + self.leases.num_not_held(held_blocks)
-        # A D that has blocks takes these as fast as it can.
-        is_reserved = handover is not None and handover.is_reserved
-        if len(self.leases) and needed > self._max_held_blocks and not is_reserved:
+        is_bounded = handover is not None and self.handovers.is_bounded(handover)
+        if len(self.leases) and needed > self._max_held_blocks and not is_bounded:
             return None
         now_s = self._clock()
         secret = new_secret() if handover is None else handover.transfer_id
