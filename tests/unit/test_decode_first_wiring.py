@@ -33,6 +33,7 @@ def make_side(role: str, monkeypatch: pytest.MonkeyPatch) -> SchedulerConnector:
     config: Any = SimpleNamespace(
         kv_transfer_config=SimpleNamespace(
             engine_id=f"engine of {role}",
+            kv_role=role,
             is_kv_producer=role == "kv_producer",
             is_kv_consumer=role == "kv_consumer",
         ),

@@ -166,7 +166,6 @@ def push(p: Side, d: Side, token: int, src_blocks: list[int], dst_positions: lis
 
 
 def test_push_writes_the_reserved_blocks_by_their_positions(p: Side, d: Side) -> None:
-    d.engine.link(p.endpoint)
     token = d.engine.open_reservation(d.plan, [3, 0])
     assert push(p, d, token, [1, 2], [0, 1]) == "LLM_SUCCESS"
     assert d.blocks(0) == [102, 1, 2, 101]
@@ -174,7 +173,6 @@ def test_push_writes_the_reserved_blocks_by_their_positions(p: Side, d: Side) ->
 
 
 def test_push_into_a_closed_reservation_writes_nothing(p: Side, d: Side) -> None:
-    d.engine.link(p.endpoint)
     token = d.engine.open_reservation(d.plan, [3, 0])
     d.engine.close_reservation(token)
     d.engine.close_reservation(token)
