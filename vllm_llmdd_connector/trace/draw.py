@@ -21,7 +21,7 @@ from vllm_llmdd_connector.trace.summary import number, percent, summarize
 MAX_REQUESTS = 8
 """Of one picture; more could not be read."""
 
-_STRIP = 0.13
+_STRIP = 0.1
 """Height of one of D's moments' names, as a share of the layers' height."""
 _COMPUTED, _EARLY, _LATE, _EXPOSED = "#4c72b0", "#55a868", "#dd8452", "#c44e52"
 _MOMENTS = {
@@ -41,7 +41,7 @@ def draw(requests: Sequence[Request], path: Path) -> int:
         1,
         figsize=(12, 5.4 * len(shown) + 0.6),
         squeeze=False,
-        height_ratios=[1.0, 1.6] * len(shown),  # D's lane has the names of its moments, too
+        height_ratios=[1.0, 1.5] * len(shown),  # D's lane has the names of its moments, too
         layout="constrained",
     )
     try:
