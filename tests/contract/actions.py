@@ -5,9 +5,10 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-from contract.cluster import Cluster, block_pieces, moved
+from contract.cluster import Cluster
 from contract.engines import is_vendor
 from contract.errors import wait_until
+from contract.memory import block_pieces, moved
 from contract.peer import Peer
 
 __all__ = [

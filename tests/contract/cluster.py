@@ -9,68 +9,16 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-import random
 import socket
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from contract.bulk import BulkMethods
 from contract.engines import HOST_ENGINE, import_engine, is_vendor
+from contract.memory import ALIGNMENT, Tensor, Window, pattern
 
-ALIGNMENT = 2 << 20  # of device memory, as the vendor's engine wants it
-_GUARD = 4096
 _PORT_ATTEMPTS = 5
-
-
-def pattern(seed: int, size: int) -> bytes:
-    """Bytes that differ everywhere between seeds."""
-    return random.Random(seed).randbytes(size)
-
-
-class Tensor:
-    """Private memory with a fixed address and margins that nobody may write to."""
-
-    def __init__(self, size: int) -> None:
-        # Pages that nobody touches cost nothing.
-        mapped = size + 2 * ALIGNMENT
-        self._map = mmap.mmap(-1, mapped, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        self._view = ctypes.c_char.from_buffer(self._map)
-        base = ctypes.addressof(self._view)
-        self._start = ALIGNMENT + -base % ALIGNMENT
-        self._size = size
-        self.addr = base + self._start
-
-    def read(self) -> bytes:
-        """The content; fails when a margin was written to."""
-        start, stop = self._start, self._start + self._size
-        for margin in (self._map[start - _GUARD : start], self._map[stop : stop + _GUARD]):
-            assert not any(margin), "memory beside a tensor was written to"
-        return self._map[start:stop]
-
-    def write(self, data: bytes, offset: int = 0) -> None:
-        start = self._start + offset
-        self._map[start : start + len(data)] = data
-
-    def byte(self, offset: int) -> int:
-        return self._map[self._start + offset]
-
-
-class Window:
-    """Memory of the engine, which must not be read once it is freed."""
-
-    def __init__(self, addr: int, size: int) -> None:
-        self.addr = addr
-        self._size = size
-
-    def read(self) -> bytes:
-        return ctypes.string_at(self.addr, self._size)
-
-    def write(self, data: bytes, offset: int = 0) -> None:
-        ctypes.memmove(self.addr + offset, data, len(data))
-
-    def byte(self, offset: int) -> int:
-        return self.read()[offset]
 
 
 def free_port() -> int:
@@ -416,90 +364,3 @@ class Cluster(BulkMethods):
     def resident_kib(self) -> int:
         with open("/proc/self/statm") as statm:
             return int(statm.read().split()[1]) * mmap.PAGESIZE // 1024
-
-
-def moved(
-    before: Iterable[bytes],
-    source: Iterable[bytes],
-    pieces: Iterable[tuple[int, int, int]],
-) -> list[bytes]:
-    """What a destination holds after `pieces` (src offset, dst offset, length) of each tensor."""
-    pieces = list(pieces)
-    after = []
-    for old, new in zip(before, source, strict=True):
-        tensor = bytearray(old)
-        for src, dst, length in pieces:
-            tensor[dst : dst + length] = new[src : src + length]
-        after.append(bytes(tensor))
-    return after
-
-
-def block_pieces(
-    src: Sequence[int], dst: Sequence[int], block_bytes: int
-) -> list[tuple[int, int, int]]:
-    return [(a * block_bytes, b * block_bytes, block_bytes) for a, b in zip(src, dst, strict=True)]
-
-
-class FirstCluster(Cluster):
-    """The same of the first generation: a PROMPT that listens or a DECODER."""
-
-    def __init__(
-        self,
-        cluster_id: int,
-        *,
-        role: str,
-        api: str = HOST_ENGINE,
-        timeout_ms: int = 20000,
-        may_switch: bool = False,
-        memory: str = "",
-    ) -> None:
-        self.api = import_engine(api)
-        self.pending_links = []
-        config = self.api.LLMConfig()
-        config.device_id = 0
-        config.sync_kv_timeout = timeout_ms
-        config.enable_switch_role = may_switch
-        if memory:
-            config.ge_options = {"ge.flowGraphMemMaxSize": memory}
-        self.datadist = self.api.LLMDataDist(self.api.LLMRole[role], cluster_id)
-        self._listen_port = self._init(config, listen=True)
-        self.caches = {}
-        self.tensors = {}
-
-    @property
-    def manager(self) -> Any:
-        return self.datadist.kv_cache_manager
-
-    def _fill(self, cache: Any, size: int, seed: int) -> int:
-        memory = [Window(addr, size) for addr in cache.per_device_tensor_addrs[0]]
-        for index, window in enumerate(memory):
-            window.write(pattern(seed + index, size))
-        return self._keep(cache, memory)
-
-    def allocate_blocks(
-        self,
-        tensors: int = 4,
-        blocks: int = 16,
-        block_bytes: int = 64,
-        *,
-        model_id: int | None = None,
-        seed: int = 0,
-        host: bool = False,
-    ) -> int:
-        key = None
-        if model_id is not None:
-            key = self.api.BlocksCacheKey(self.datadist.cluster_id, model_id)
-        desc = self._desc(tensors, blocks, block_bytes, host)
-        cache = self.manager.allocate_blocks_cache(desc, key)
-        return self._fill(cache, blocks * block_bytes, seed)
-
-    def deallocate(self, cache_id: int) -> None:
-        self.manager.deallocate_cache(self.caches[cache_id])
-
-    def unlink_force(self, cluster_id: int, port: int) -> Any:
-        info = self._info(cluster_id, port)
-        return self.datadist.unlink_clusters([info], 20000, True)[1][0]
-
-    def drop(self, cache_id: int) -> None:
-        """Let the cache object be collected."""
-        del self.caches[cache_id], self.tensors[cache_id]

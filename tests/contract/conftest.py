@@ -11,7 +11,7 @@ import pytest
 from fakes.install import vendor_importable
 
 from contract.actions import link_later
-from contract.cluster import Cluster, FirstCluster
+from contract.cluster import Cluster
 from contract.engines import (
     HOST_ENGINE,
     TESTS_PATH,
@@ -19,6 +19,7 @@ from contract.engines import (
     VENDOR_PATH,
     import_engine,
 )
+from contract.first_cluster import FirstCluster
 from contract.fixtures import Linked, MakeFirst, MakePeer
 from contract.peer import Peer
 

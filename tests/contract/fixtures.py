@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from contract.cluster import Cluster, FirstCluster
+from contract.cluster import Cluster
+from contract.first_cluster import FirstCluster
 from contract.peer import Peer
 
 __all__ = ["Linked", "MakeFirst", "MakeLocal", "MakePeer", "Pair"]

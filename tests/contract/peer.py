@@ -113,7 +113,8 @@ class Peer:
 
 
 def _serve(pipe: Connection) -> None:
-    from contract.cluster import Cluster, FirstCluster
+    from contract.cluster import Cluster
+    from contract.first_cluster import FirstCluster
 
     cluster: Cluster | None = None
     while True:

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from contract.actions import names
-from contract.cluster import ALIGNMENT, moved
 from contract.engines import remote_mode
 from contract.errors import refused
 from contract.fixtures import MakeFirst, MakeLocal, Pair
 from contract.layerwise import blocks_of, recorder
+from contract.memory import ALIGNMENT, moved
 
 MILLION = 10**6
 # No dimension, a zero, a negative one, one dimension too many, and sizes beyond 64 bits.

@@ -7,11 +7,12 @@ from collections.abc import Callable
 import pytest
 
 from contract.actions import pulls
-from contract.cluster import Cluster, block_pieces, moved
+from contract.cluster import Cluster
 from contract.engines import is_vendor, message_mode, remote_mode
 from contract.errors import refused
 from contract.fixtures import MakeLocal, Pair
 from contract.layerwise import recorder
+from contract.memory import block_pieces, moved
 from contract.peer import Peer
 
 NONE = 2**64 - 1

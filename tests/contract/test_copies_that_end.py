@@ -7,10 +7,10 @@ import threading
 import pytest
 
 from contract.actions import MIB, BackgroundPull, large_source
-from contract.cluster import block_pieces, moved
 from contract.engines import Restriction, refused_by_vendor, remote_mode
 from contract.errors import check_sentence, refused
 from contract.fixtures import Pair
+from contract.memory import block_pieces, moved
 
 
 class TestSlowCopy:

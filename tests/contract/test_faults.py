@@ -8,10 +8,11 @@ from collections.abc import Iterator
 import pytest
 
 from contract.actions import BackgroundPull, large_source
-from contract.cluster import Cluster, block_pieces, moved
+from contract.cluster import Cluster
 from contract.engines import Restriction, refused_by_vendor, remote_mode
 from contract.errors import refused
 from contract.fixtures import MakeLocal, MakePeer, Pair
+from contract.memory import block_pieces, moved
 from contract.peer import Peer
 
 

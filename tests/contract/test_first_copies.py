@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
-from contract.cluster import FirstCluster, Tensor, block_pieces, moved
 from contract.errors import refused
+from contract.first_cluster import FirstCluster
 from contract.fixtures import MakeFirst
+from contract.memory import Tensor, block_pieces, moved
 
 
 class TestCopies:

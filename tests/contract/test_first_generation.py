@@ -14,10 +14,11 @@ from typing import Any
 import pytest
 
 from contract.actions import pulls
-from contract.cluster import free_port, moved
+from contract.cluster import free_port
 from contract.engines import is_vendor
 from contract.errors import refused
 from contract.fixtures import Linked, MakeFirst
+from contract.memory import moved
 from contract.peer import Peer
 
 

@@ -7,10 +7,11 @@ from collections.abc import Callable
 
 import pytest
 
-from contract.cluster import free_port, moved
+from contract.cluster import free_port
 from contract.engines import is_vendor
 from contract.errors import refused, wait_until
 from contract.fixtures import Linked, MakeFirst
+from contract.memory import moved
 from contract.peer import Peer
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from contract.actions import pulls
-from contract.cluster import block_pieces, moved
 from contract.errors import refused
 from contract.fixtures import Linked, MakeFirst
+from contract.memory import block_pieces, moved
 from contract.peer import Peer
 
 NONE = 2**64 - 1

@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from contract.actions import names
-from contract.cluster import FirstCluster, block_pieces, moved
 from contract.errors import refused
+from contract.first_cluster import FirstCluster
 from contract.fixtures import Linked
 from contract.layerwise import Held, recorder
+from contract.memory import block_pieces, moved
 from contract.peer import Peer
 
 

@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 
 from contract.actions import MEMBERS, join, pull_works, wait_for_comm
-from contract.cluster import block_pieces, free_port, moved
+from contract.cluster import free_port
 from contract.errors import refused
 from contract.fixtures import MakeLocal, MakePeer
+from contract.memory import block_pieces, moved
 
 
 class TestLink:

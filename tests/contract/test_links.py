@@ -8,10 +8,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from contract.actions import pull_works
-from contract.cluster import block_pieces, moved
 from contract.engines import Restriction, refused_by_vendor
 from contract.errors import explains, refused
 from contract.fixtures import MakeLocal, MakePeer, Pair
+from contract.memory import block_pieces, moved
 
 
 class TestLinking:

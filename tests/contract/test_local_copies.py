@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from contract.cluster import ALIGNMENT, Cluster, block_pieces, moved
+from contract.cluster import Cluster
 from contract.errors import refused
 from contract.fixtures import MakeLocal
+from contract.memory import ALIGNMENT, block_pieces, moved
 
 POOL = '{"memory_size": 1048576, "page_shift": 12}'
 

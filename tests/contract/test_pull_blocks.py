@@ -7,10 +7,11 @@ from collections.abc import Callable
 
 import pytest
 
-from contract.cluster import Cluster, block_pieces, moved
+from contract.cluster import Cluster
 from contract.engines import Restriction, refused_by_vendor
 from contract.errors import none_error, refused
 from contract.fixtures import Pair
+from contract.memory import block_pieces, moved
 
 
 def test_comparison_notices_one_flipped_byte(pair: Pair) -> None:

@@ -6,10 +6,11 @@ from collections.abc import Callable
 
 import pytest
 
-from contract.cluster import Cluster, moved
+from contract.cluster import Cluster
 from contract.engines import message_mode, remote_mode
 from contract.errors import none_error, refused
 from contract.fixtures import Pair
+from contract.memory import moved
 
 
 class TestRows:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from contract.cluster import block_pieces, moved
 from contract.engines import message_mode, remote_mode
 from contract.errors import none_error, refused
 from contract.fixtures import Pair
+from contract.memory import block_pieces, moved
 
 
 @remote_mode

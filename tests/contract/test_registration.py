@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from contract.cluster import ALIGNMENT
 from contract.engines import message_mode, remote_mode
 from contract.errors import none_error, refused
 from contract.fixtures import MakeLocal, Pair
+from contract.memory import ALIGNMENT
 
 
 def desc(api: Any, tensors: int = 1, shape: tuple[int, ...] = (4, 8)) -> Any:

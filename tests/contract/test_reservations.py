@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from contract.actions import MIB, by_key, names
-from contract.cluster import block_pieces, moved
 from contract.engines import Restriction, refused_by_vendor, remote_mode
 from contract.errors import refused, wait_until
 from contract.fixtures import MakePeer, Pair
 from contract.layerwise import BLOCK, Held, recorder
+from contract.memory import block_pieces, moved
 
 
 @refused_by_vendor(Restriction.NO_EXTENSIONS)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 
 from contract.actions import MEMBERS, pull_works
-from contract.cluster import block_pieces, free_port, moved
+from contract.cluster import free_port
 from contract.engines import is_vendor
 from contract.errors import refused
 from contract.fixtures import MakeLocal, MakePeer
+from contract.memory import block_pieces, moved
 
 
 class TestSwitchRole:

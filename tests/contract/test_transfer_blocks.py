@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 
-from contract.cluster import Cluster, block_pieces, moved
+from contract.cluster import Cluster
 from contract.engines import message_mode, remote_mode
 from contract.errors import refused
 from contract.fixtures import Pair
 from contract.layerwise import BLOCK, ROW, blocks_of, recorder, rows_of
+from contract.memory import block_pieces, moved
 
 
 def outcome(local: Cluster, source: int, configs: list[Any], *args: Any) -> list[str | None]:

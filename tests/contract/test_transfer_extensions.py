@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from contract.actions import by_key, names
-from contract.cluster import block_pieces, moved
 from contract.engines import Restriction, refused_by_vendor, remote_mode
 from contract.errors import refused
 from contract.fixtures import Pair
 from contract.layerwise import BLOCK, ROW, recorder, rows_of
+from contract.memory import block_pieces, moved
 
 
 @refused_by_vendor(Restriction.NO_EXTENSIONS)

@@ -14,11 +14,11 @@ import weakref
 import pytest
 
 from contract.actions import link_later, names
-from contract.cluster import moved
 from contract.engines import remote_mode
 from contract.errors import refused, wait_until
 from contract.fixtures import MakePeer, Pair
 from contract.layerwise import ROW, Held, recorder, rows_of
+from contract.memory import moved
 from contract.peer import Peer
 
 

@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 
 from contract.actions import link_later
-from contract.cluster import Cluster, moved, pattern
+from contract.cluster import Cluster
 from contract.engines import message_mode
 from contract.errors import refused
 from contract.fixtures import MakePeer, Pair
 from contract.layerwise import ROW, Held, recorder, rows_of
+from contract.memory import moved, pattern
 from contract.peer import Peer
 
 

@@ -13,10 +13,11 @@ from typing import Any
 
 import pytest
 
-from contract.cluster import ALIGNMENT, Cluster
+from contract.cluster import Cluster
 from contract.engines import VENDOR_ENGINE, Restriction
 from contract.errors import refused, wait_until
 from contract.fixtures import MakeLocal, MakePeer
+from contract.memory import ALIGNMENT
 from contract.peer import Peer
 
 pytestmark = [pytest.mark.parametrize("engine", [VENDOR_ENGINE], indirect=True, ids=["vendor"])]
