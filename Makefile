@@ -26,7 +26,7 @@ setup: ## .venv with vLLM's CPU build and this project (first time: 3 min, 0.7 G
 setup-tests: ## the same, with the model and the oldest supported vLLM's Python files (1 min more)
 	@$(SETUP) env project model vllm23
 
-demo: ## two vLLM servers and a proxy on this machine, checked prompt by prompt (2 min once set up)
+demo: ## two vLLM servers and a proxy on this machine, checked prompt by prompt (3 min once set up)
 	@$(SETUP) env project model
 	@$(BIN)/python examples/disaggregated_prefill/demo.py $(DEMO_ARGS)
 

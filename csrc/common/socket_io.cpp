@@ -13,7 +13,8 @@
 namespace llmdd {
 namespace {
 
-constexpr int kBacklog = 64;
+// Callers beyond it are told nothing and try again after a second, the honest ones, too.
+constexpr int kBacklog = 1024;
 
 UniqueFd new_socket(int family) {
   UniqueFd fd(::socket(family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));

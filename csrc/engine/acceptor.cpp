@@ -4,6 +4,7 @@
 #include <pthread.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 
 #include "common/log.h"
@@ -46,6 +47,7 @@ Acceptor::~Acceptor() {
   int own = listener_.get();
   g_listener.compare_exchange_strong(own, -1);
   thread_.join();
+  for (Greeter& greeter : greeters_) greeter.stop.set();
   for (Greeter& greeter : greeters_) greeter.thread.join();
 }
 
@@ -71,15 +73,32 @@ void Acceptor::accept_all() {
 
 void Acceptor::start_greeter(UniqueFd tcp) {
   reap();
-  if (greeters_.size() >= kMaxGreeters) {
+  if (greeters_.size() >= kMaxGreeters && !make_room()) {
     log(LogLevel::kWarning, "a connection was closed: 64 handshakes are in progress");
     return;
   }
-  Greeter& greeter = greeters_.emplace_back();
-  greeter.thread = std::thread([this, &greeter, fd = std::move(tcp)]() mutable {
-    greet_(std::move(fd), stop_.fd());
-    greeter.done = true;
-  });
+  try {
+    Greeter& greeter = greeters_.emplace_back();
+    greeter.thread = std::thread([this, &greeter, fd = std::move(tcp)]() mutable {
+      greet_(std::move(fd), greeter.stop.fd(), greeter.heard);
+      greeter.done = true;
+    });
+  } catch (const std::exception& error) {
+    // Out of descriptors or threads; the other callers and the accept thread go on.
+    if (!greeters_.empty() && !greeters_.back().thread.joinable()) greeters_.pop_back();
+    log(LogLevel::kError, std::string("a connection was closed: ") + error.what());
+  }
+}
+
+// Ends the oldest handshake whose caller has not said who it is.
+bool Acceptor::make_room() {
+  auto silent = std::find_if(greeters_.begin(), greeters_.end(),
+                             [](const Greeter& greeter) { return !greeter.heard; });
+  if (silent == greeters_.end()) return false;
+  silent->stop.set();
+  silent->thread.join();
+  greeters_.erase(silent);
+  return true;
 }
 
 void Acceptor::reap() {

@@ -1,5 +1,6 @@
 // The listening side: one thread that accepts TCP connections, and a short-lived one per handshake,
-// so that a silent caller keeps nobody else waiting.
+// so that a silent caller keeps nobody else waiting. Their number is bounded; at the bound a new
+// caller takes the place of the one that has been silent for longest.
 #pragma once
 
 #include <atomic>
@@ -16,8 +17,9 @@ namespace llmdd {
 
 class Acceptor {
  public:
-  // Must not throw, and must return soon after `stop_fd` has become readable.
-  using Greet = std::function<void(UniqueFd tcp, int stop_fd)>;
+  // Must not throw, and must return soon after `stop_fd` has become readable. Sets `heard` once the
+  // caller has said who it is.
+  using Greet = std::function<void(UniqueFd tcp, int stop_fd, std::atomic<bool>& heard)>;
 
   // Listens at once; port 0 picks a free one. Throws Error(kFailed) when the address cannot be
   // used.
@@ -31,13 +33,16 @@ class Acceptor {
 
  private:
   struct Greeter {
-    std::thread thread;
+    const SignalFd stop;
+    std::atomic<bool> heard{false};
     std::atomic<bool> done{false};
+    std::thread thread;
   };
 
   void run();
   void accept_all();
   void start_greeter(UniqueFd tcp);
+  bool make_room();
   void reap();
 
   const SignalFd stop_;

@@ -131,7 +131,8 @@ void Communicator::welcome_one() {
   try {
     greet_dialer(context_.identity, context_.prober, std::move(caller), stop_.fd(), cluster_id,
                  {[this](Greeted greeted) { file(std::move(greeted)); },
-                  [&agreed, this](uint64_t peer) { agreed = agreed_link(peer); }});
+                  [&agreed, this](uint64_t peer) { agreed = agreed_link(peer); },
+                  {}});
   } catch (const Error& error) {
     if (agreed) {
       met(std::move(agreed));

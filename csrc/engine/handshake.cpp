@@ -232,6 +232,7 @@ void greet_as_linked(const Identity& self, uint64_t cluster_id, UniqueFd connect
 void greet_dialer(const Identity& self, const Prober& prober, UniqueFd tcp, int stop_fd,
                   std::optional<uint64_t>& claimed_cluster_id, const ListenerActions& actions) {
   Hello hello = receive_hello(self, tcp.get(), stop_fd, claimed_cluster_id);
+  if (actions.heard) actions.heard();
   int64_t timeout_ms = std::clamp(hello.timeout_ms, 1U, kMaxHandshakeMs);
   WaitLimit limit{Deadline::after_ms(timeout_ms), stop_fd};
   or_reject(tcp.get(), limit, [&] {

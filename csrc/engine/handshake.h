@@ -72,6 +72,8 @@ struct ListenerActions {
   std::function<void(Greeted)> file;
   // The peer says that the two are linked already; throws Error(kNotYetLink) to contradict.
   std::function<void(uint64_t cluster_id)> agree_linked;
+  // The peer has said who it is. May be empty.
+  std::function<void()> heard;
 };
 
 // Serves one accepted connection. `claimed_cluster_id` is set as soon as the peer has named itself.

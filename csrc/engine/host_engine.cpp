@@ -110,7 +110,9 @@ void HostEngine::start_listening(const std::string& ip, uint16_t port) {
   std::unique_ptr<Acceptor> replacement;
   if (!ip.empty()) {
     replacement = std::make_unique<Acceptor>(
-        ip, port, [this](UniqueFd tcp, int stop_fd) { greet(std::move(tcp), stop_fd); });
+        ip, port, [this](UniqueFd tcp, int stop_fd, std::atomic<bool>& heard) {
+          greet(std::move(tcp), stop_fd, heard);
+        });
   }
   acceptor_ = std::move(replacement);
   listen_ip_ = ip;
@@ -183,12 +185,12 @@ void HostEngine::unregister_cache(int64_t cache_id) {
   caches_.remove(cache_id);
 }
 
-void HostEngine::greet(UniqueFd tcp, int stop_fd) {
+void HostEngine::greet(UniqueFd tcp, int stop_fd, std::atomic<bool>& heard) {
   std::optional<uint64_t> cluster_id;
   try {
     greet_dialer(identity_, prober_, std::move(tcp), stop_fd, cluster_id,
                  {[this](Greeted greeted) { file(std::move(greeted)); },
-                  [this](uint64_t peer) { links_.require(peer); }});
+                  [this](uint64_t peer) { links_.require(peer); }, [&heard] { heard = true; }});
   } catch (const std::exception& error) {
     if (cluster_id) return note_link_error(*cluster_id, error.what(), false);
     log(LogLevel::kWarning, std::string("a caller at the listening port: ") + error.what());

@@ -111,7 +111,7 @@ class HostEngine {
   void start_listening(const std::string& ip, uint16_t port);
   const std::shared_ptr<MemoryPool>& pool(bool host_placed) const;
   void require_pool() const;
-  void greet(UniqueFd tcp, int stop_fd);
+  void greet(UniqueFd tcp, int stop_fd, std::atomic<bool>& heard);
   void file(Greeted greeted);
   Status dial(const DialTarget& target, int64_t timeout_ms);
   void dial_checked(const DialTarget& target, const WaitLimit& limit);

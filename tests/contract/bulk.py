@@ -23,7 +23,7 @@ class BulkMethods(ABC):
     @abstractmethod
     def link_members(self, name: str, members: dict[int, int]) -> int: ...
 
-    def discard(self, cache_ids: Sequence[int], keys: Sequence[Any]) -> None:
+    def discard_caches(self, cache_ids: Sequence[int], keys: Sequence[Any]) -> None:
         """Unbind these keys, and unregister or deallocate these caches, if they still exist."""
         for key in keys:
             self.manager.remove_cache_key(key)

@@ -7,57 +7,25 @@ from another process.
 from __future__ import annotations
 
 import ctypes
-import importlib
 import mmap
 import os
-import random
-from collections.abc import Iterable, Sequence
+import socket
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from contract.bulk import BulkMethods
+from contract.engines import HOST_ENGINE, import_engine, is_vendor
+from contract.memory import ALIGNMENT, Tensor, Window, pattern
 
-HOST_ENGINE = "vllm_llmdd_connector.datadist"
-
-
-def pattern(seed: int, size: int) -> bytes:
-    """Bytes that differ everywhere between seeds."""
-    return random.Random(seed).randbytes(size)
+_PORT_ATTEMPTS = 5
 
 
-class Tensor:
-    """Private memory with a fixed address."""
-
-    def __init__(self, size: int) -> None:
-        self._map = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        self._view = ctypes.c_char.from_buffer(self._map)
-        self.addr = ctypes.addressof(self._view)
-
-    def read(self) -> bytes:
-        return self._map[:]
-
-    def write(self, data: bytes, offset: int = 0) -> None:
-        self._map[offset : offset + len(data)] = data
-
-    def byte(self, offset: int) -> int:
-        return self._map[offset]
-
-
-class Window:
-    """Memory of the engine, which must not be read once it is freed."""
-
-    def __init__(self, addr: int, size: int) -> None:
-        self.addr = addr
-        self._size = size
-
-    def read(self) -> bytes:
-        return ctypes.string_at(self.addr, self._size)
-
-    def write(self, data: bytes, offset: int = 0) -> None:
-        ctypes.memmove(self.addr + offset, data, len(data))
-
-    def byte(self, offset: int) -> int:
-        return self.read()[offset]
+def free_port() -> int:
+    """One that nobody uses at the moment."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 class Cluster(BulkMethods):
@@ -76,7 +44,8 @@ class Cluster(BulkMethods):
         host_pool: str = "",
         link_time_s: int = 0,
     ) -> None:
-        self.api: Any = importlib.import_module(api)
+        self.api: Any = import_engine(api)
+        self.pending_links: list[Callable[[], None]] = []
         if user is not None:
             os.setuid(user)
         config = self.api.LLMConfig()
@@ -86,25 +55,61 @@ class Cluster(BulkMethods):
         config.mem_pool_cfg = pool
         config.host_mem_pool_cfg = host_pool
         config.link_total_time = link_time_s
-        if listen:
-            config.listen_ip_info = "127.0.0.1:0"
         self.datadist = self.api.LLMDataDist(self.api.LLMRole.MIX, cluster_id)
-        self.datadist.init(config.generate_options())
+        self._listen_port = self._init(config, listen)
         self.caches: dict[int, Any] = {}
         self.tensors: dict[int, Sequence[Tensor | Window]] = {}
+        self._inaccessible: list[mmap.mmap] = []
+
+    def _init(self, config: Any, listen: bool) -> int:
+        """Initialise the engine; the port it was given, or 0."""
+        if not listen or not is_vendor(self.api):
+            config.listen_ip_info = "127.0.0.1:0" if listen else ""
+            self.datadist.init(config.generate_options())
+            return 0
+        for attempt in range(_PORT_ATTEMPTS):
+            port = free_port()
+            config.listen_ip_info = f"127.0.0.1:{port}"
+            try:
+                self.datadist.init(config.generate_options())
+                break
+            except self.api.LLMException as error:
+                # Somebody may have taken the port in between.
+                if error.status_code.name != "LLM_FAILED" or attempt == _PORT_ATTEMPTS - 1:
+                    raise
+        return port
+
+    def connect(self) -> None:
+        """Make the links that were put off until there is traffic."""
+        pending, self.pending_links = self.pending_links, []
+        for link in pending:
+            link()
+
+    @property
+    def native(self) -> Any:
+        """What runs below the API in this process. The stand-in for the vendor's engine has it,
+        too, so that tests can look at memory and locks; the vendor's own has not."""
+        return getattr(self.datadist, "_inner", self.datadist)._require()
 
     @property
     def manager(self) -> Any:
         return self.datadist.cache_manager
 
     def port(self) -> int:
-        return self.datadist.listen_port
+        if is_vendor(self.api):
+            return self._listen_port
+        return int(self.datadist.listen_port)
 
     def pid(self) -> int:
         return os.getpid()
 
     def finalize(self) -> None:
         self.datadist.finalize()
+
+    def discard(self) -> None:
+        """The end of a test, whatever it has left running."""
+        self.pending_links.clear()
+        getattr(self.datadist, "_inner", self.datadist).finalize()
 
     # Memory.
 
@@ -167,9 +172,11 @@ class Cluster(BulkMethods):
 
     def register_unmapped(self, *, model_id: int) -> int:
         """Register a blocks cache like `add_blocks`, whose memory is gone."""
-        gone = mmap.mmap(-1, 16 * 64)
-        addr = ctypes.addressof(ctypes.c_char.from_buffer(gone))
-        gone.close()
+        # Mapped without any permission, so that nothing else can come to be there.
+        gone = mmap.mmap(-1, 2 * ALIGNMENT)
+        self._inaccessible.append(gone)
+        addr = -(-ctypes.addressof(ctypes.c_char.from_buffer(gone)) // ALIGNMENT) * ALIGNMENT
+        assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(addr), ctypes.c_size_t(4096), 0) == 0
         cache = self.manager.register_blocks_cache(
             self._desc(4, 16, 64, False),
             [addr] * 4,
@@ -234,8 +241,8 @@ class Cluster(BulkMethods):
         return cache, memory
 
     def pool_used(self, *, host: bool = False) -> int:
-        """Host engine: bytes of the memory pool that caches hold."""
-        return int(self.datadist._require().engine.pool_used_bytes(host))
+        """Bytes of the memory pool that caches hold."""
+        return int(self.native.engine.pool_used_bytes(host))
 
     def unregister(self, cache_id: int) -> None:
         self.manager.unregister_cache(cache_id)
@@ -266,17 +273,24 @@ class Cluster(BulkMethods):
 
     def link(self, cluster_id: int, port: int, timeout_ms: int = 20000) -> Any:
         """The status of one link attempt."""
+        self.connect()
         _, statuses = self.datadist.link_clusters([self._info(cluster_id, port)], timeout_ms)
         return statuses[0]
 
     def unlink(self, cluster_id: int, *, force: bool = False, timeout_ms: int = 20000) -> Any:
+        self.connect()
         _, statuses = self.datadist.unlink_clusters([self._info(cluster_id, 1)], timeout_ms, force)
         return statuses[0]
 
-    def link_error(self, cluster_id: int) -> str:
+    def link_error(self, cluster_id: int) -> str | None:
+        """The sentence; the vendor's engine has none."""
+        if is_vendor(self.api):
+            assert not hasattr(self.datadist, "last_link_error")
+            return None
         return str(self.datadist.last_link_error(cluster_id))
 
     def link_members(self, name: str, members: dict[int, int]) -> int:
+        self.connect()
         return int(self.datadist.link(name, members, "{}"))
 
     def unlink_members(self, comm_id: int) -> None:
@@ -286,33 +300,41 @@ class Cluster(BulkMethods):
         return str(self.datadist.query_register_mem_status(comm_id).name)
 
     def switch_role(self, role: Any, options: dict[str, str] | None = None) -> None:
+        self.connect()
         self.datadist.switch_role(role, options)
+        address = (options or {}).get("llm.listenIpInfo", ":0")
+        self._listen_port = int(address.rpartition(":")[2])
 
     def inject_probe_errno(self, error: int) -> None:
-        """Host engine: let its next probes of a peer fail."""
-        self.datadist._require().engine.inject_probe_errno(error)
+        """Let the next probes of a peer fail."""
+        self.native.engine.inject_probe_errno(error)
 
     # Transfers.
 
     def pull_blocks(
         self, key: Any, cache_id: int, src: Sequence[int], dst: Sequence[int], **options: Any
     ) -> None:
+        self.connect()
         self.manager.pull_blocks(key, self.caches[cache_id], src, dst, **options)
 
     def pull_cache(self, key: Any, cache_id: int, *args: int, **options: Any) -> None:
+        self.connect()
         self.manager.pull_cache(key, self.caches[cache_id], *args, **options)
 
     def push_blocks(
         self, key: Any, cache_id: int, src: Sequence[int], dst: Sequence[int], **options: Any
     ) -> None:
+        self.connect()
         self.manager.push_blocks(key, self.caches[cache_id], src, dst, **options)
 
     def push_cache(self, key: Any, cache_id: int, *args: int, **options: Any) -> None:
+        self.connect()
         self.manager.push_cache(key, self.caches[cache_id], *args, **options)
 
     def transfer(
         self, synchronizer: Any, cache_id: int, configs: Sequence[Any], *args: Any, **options: Any
     ) -> Any:
+        self.connect()
         cache = self.caches[cache_id]
         return self.manager.transfer_cache_async(cache, synchronizer, configs, *args, **options)
 
@@ -342,90 +364,3 @@ class Cluster(BulkMethods):
     def resident_kib(self) -> int:
         with open("/proc/self/statm") as statm:
             return int(statm.read().split()[1]) * mmap.PAGESIZE // 1024
-
-
-def moved(
-    before: Iterable[bytes],
-    source: Iterable[bytes],
-    pieces: Iterable[tuple[int, int, int]],
-) -> list[bytes]:
-    """What a destination holds after `pieces` (src offset, dst offset, length) of each tensor."""
-    pieces = list(pieces)
-    after = []
-    for old, new in zip(before, source, strict=True):
-        tensor = bytearray(old)
-        for src, dst, length in pieces:
-            tensor[dst : dst + length] = new[src : src + length]
-        after.append(bytes(tensor))
-    return after
-
-
-def block_pieces(
-    src: Sequence[int], dst: Sequence[int], block_bytes: int
-) -> list[tuple[int, int, int]]:
-    return [(a * block_bytes, b * block_bytes, block_bytes) for a, b in zip(src, dst, strict=True)]
-
-
-class FirstCluster(Cluster):
-    """The same of the first generation: a PROMPT that listens or a DECODER."""
-
-    def __init__(
-        self,
-        cluster_id: int,
-        *,
-        role: str,
-        api: str = HOST_ENGINE,
-        timeout_ms: int = 20000,
-        may_switch: bool = False,
-        memory: str = "",
-    ) -> None:
-        self.api = importlib.import_module(api)
-        config = self.api.LLMConfig()
-        config.device_id = 0
-        config.sync_kv_timeout = timeout_ms
-        config.enable_switch_role = may_switch
-        config.listen_ip_info = "127.0.0.1:0"
-        if memory:
-            config.ge_options = {"ge.flowGraphMemMaxSize": memory}
-        self.datadist = self.api.LLMDataDist(self.api.LLMRole[role], cluster_id)
-        self.datadist.init(config.generate_options())
-        self.caches = {}
-        self.tensors = {}
-
-    @property
-    def manager(self) -> Any:
-        return self.datadist.kv_cache_manager
-
-    def _fill(self, cache: Any, size: int, seed: int) -> int:
-        memory = [Window(addr, size) for addr in cache.per_device_tensor_addrs[0]]
-        for index, window in enumerate(memory):
-            window.write(pattern(seed + index, size))
-        return self._keep(cache, memory)
-
-    def allocate_blocks(
-        self,
-        tensors: int = 4,
-        blocks: int = 16,
-        block_bytes: int = 64,
-        *,
-        model_id: int | None = None,
-        seed: int = 0,
-        host: bool = False,
-    ) -> int:
-        key = None
-        if model_id is not None:
-            key = self.api.BlocksCacheKey(self.datadist.cluster_id, model_id)
-        desc = self._desc(tensors, blocks, block_bytes, host)
-        cache = self.manager.allocate_blocks_cache(desc, key)
-        return self._fill(cache, blocks * block_bytes, seed)
-
-    def deallocate(self, cache_id: int) -> None:
-        self.manager.deallocate_cache(self.caches[cache_id])
-
-    def unlink_force(self, cluster_id: int, port: int) -> Any:
-        info = self._info(cluster_id, port)
-        return self.datadist.unlink_clusters([info], 20000, True)[1][0]
-
-    def drop(self, cache_id: int) -> None:
-        """Let the cache object be collected."""
-        del self.caches[cache_id], self.tensors[cache_id]

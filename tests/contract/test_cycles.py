@@ -10,8 +10,11 @@ from collections.abc import Callable
 from typing import Any
 
 from contract.cluster import Cluster
+from contract.engines import Restriction, refused_by_vendor
 from contract.errors import wait_until
 from contract.peer import Peer
+
+pytestmark = refused_by_vendor(Restriction.REGISTER_FIRST)
 
 CYCLES = int(os.environ.get("LLMDD_CYCLES", "300"))
 WARM_UP = 100
@@ -34,7 +37,7 @@ def cycle(local: Cluster, peer: Peer, number: int) -> None:
     assert local.unlink(2, force=number % 2 == 0).name == "LLM_SUCCESS"
     for side, cache in ((local, target), (peer, source)):
         side.deallocate(cache)
-        side.discard([cache], [])
+        side.discard_caches([cache], [])
 
 
 def descriptors_and_threads(sides: list[Any]) -> list[tuple[int, int]]:

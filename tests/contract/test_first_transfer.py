@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 
-from contract.cluster import FirstCluster, block_pieces, moved
+from contract.actions import names
 from contract.errors import refused
-from contract.layerwise import recorder
+from contract.first_cluster import FirstCluster
+from contract.fixtures import Linked
+from contract.layerwise import Held, recorder
+from contract.memory import block_pieces, moved
 from contract.peer import Peer
-
-Linked = tuple[FirstCluster, Peer]
 
 
 @pytest.fixture
@@ -23,10 +23,6 @@ def linked(engine: str, make_peer: Callable[..., Peer]) -> Iterator[Linked]:
     assert peer.link(1, local.port()).name == "LLM_SUCCESS"
     yield local, peer
     local.finalize()
-
-
-def names(task: Any) -> list[str | None]:
-    return [None if status is None else status.name for status in task.get_results()]
 
 
 def test_rows_and_blocks_arrive(linked: Linked) -> None:
@@ -90,3 +86,50 @@ def test_roles_and_types(linked: Linked) -> None:
     key = local.api.TransferWithCacheKeyConfig(local.api.BlocksCacheKey(2), range(1), range(1))
     with pytest.raises(TypeError):
         local.transfer(recorder(local.api), local.allocate_rows(), [key])
+
+
+def test_unlink_beside_a_running_transfer(linked: Linked) -> None:
+    """The transfer waits for its second layer, so no call on the link is under way."""
+    local, peer = linked
+    source, target = local.allocate_rows(seed=100), peer.allocate_rows()
+    before = peer.dump(target)
+    held = Held(first=1)
+    task = local.transfer(
+        recorder(local.api, held), source, [local.api.TransferConfig(2, peer.addrs(target))]
+    )
+    held.reached.wait()
+    info = local._info(2, peer.listen_port)
+    for force in (False, True):
+        status, statuses = local.datadist.unlink_clusters([info], 1000, force)
+        assert status.name == "LLM_UNLINK_FAILED"
+        assert [entry.name for entry in statuses] == ["LLM_LINK_BUSY"]
+    held.release()
+    assert names(task) == ["LLM_SUCCESS"]
+    assert peer.dump(target) == moved(before, local.dump(source), [(0, 0, 256)])
+    assert local.datadist.unlink_clusters([info])[0].name == "LLM_SUCCESS"
+
+
+def test_pull_beside_a_running_transfer(linked: Linked) -> None:
+    """The peer pulls another row of the same cache between two layers."""
+    local, peer = linked
+    source, target = local.allocate_rows(seed=100), peer.allocate_rows()
+    before = peer.dump(target)
+    held = Held(first=1)
+    task = local.transfer(
+        recorder(local.api, held), source, [local.api.TransferConfig(2, peer.addrs(target))]
+    )
+    held.reached.wait()
+    peer.pull_cache(local.api.CacheKeyByIdAndIndex(1, source, 2), target, 3)
+    held.release()
+    assert names(task) == ["LLM_SUCCESS"]
+    assert peer.dump(target) == moved(before, local.dump(source), [(0, 0, 256), (512, 768, 256)])
+
+
+def test_link_is_free_after_a_failed_transfer(linked: Linked) -> None:
+    local, peer = linked
+    source, target = local.allocate_rows(), peer.allocate_rows()
+    configs = [local.api.TransferConfig(2, peer.addrs(target))]
+    task = local.transfer(recorder(local.api, lambda layer: False), source, configs)
+    assert names(task) == ["LLM_PARAM_INVALID"]
+    status, _ = local.datadist.unlink_clusters([local._info(2, peer.listen_port)])
+    assert status.name == "LLM_SUCCESS"

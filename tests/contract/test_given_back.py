@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from contract.cluster import Cluster
+from contract.engines import Restriction, message_mode, refused_by_vendor, remote_mode
 from contract.errors import refused
 from contract.peer import Peer
+
+pytestmark = refused_by_vendor(Restriction.REGISTER_FIRST)
 
 Pair = Callable[..., tuple[Cluster, Peer]]
 
@@ -14,6 +17,7 @@ PAGE = 4096
 POOL = f'{{"memory_size": {4 * PAGE}, "page_shift": 12}}'
 
 
+@remote_mode
 def test_deallocated_cache_is_no_destination_of_a_push(pair: Pair) -> None:
     """Its row is kept for the key's reader. A push by cache id once still changed it."""
     local, peer = pair(pool=POOL)
@@ -28,10 +32,11 @@ def test_deallocated_cache_is_no_destination_of_a_push(pair: Pair) -> None:
     assert local.dump(blocks) == [tensor[:256] for tensor in content]
 
 
+@message_mode
 def test_memory_is_free_when_a_refused_pull_has_returned(pair: Pair) -> None:
     """The peer once still held the row while it answered, so that the memory could be missing for
     the next allocation."""
-    local, peer = pair(remote=False, pool=POOL)
+    local, peer = pair(pool=POOL)
     cache = local.add_rows(row_bytes=512)
     for _ in range(300):
         source = peer.allocate_rows(row_bytes=256)

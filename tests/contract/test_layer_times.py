@@ -7,8 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 from contract.cluster import Cluster
+from contract.engines import Restriction, refused_by_vendor, remote_mode
 from contract.errors import wait_until
 from contract.peer import Peer
+
+pytestmark = [remote_mode, refused_by_vendor(Restriction.NO_EXTENSIONS)]
 
 Pair = Callable[..., tuple[Cluster, Peer]]
 LAYERS = 4

@@ -9,8 +9,11 @@ from collections.abc import Callable
 from functools import partial
 
 from contract.cluster import Cluster, block_pieces, moved
+from contract.engines import Restriction, refused_by_vendor
 from contract.errors import wait_until
 from contract.peer import Peer
+
+pytestmark = refused_by_vendor(Restriction.REGISTER_FIRST)
 
 COMMS = 20
 ROUNDS = 10

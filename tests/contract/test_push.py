@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 
-from contract.cluster import Cluster, block_pieces, moved
-from contract.errors import refused
-from contract.peer import Peer
+from contract.engines import message_mode, remote_mode
+from contract.errors import none_error, refused
+from contract.fixtures import Pair
+from contract.memory import block_pieces, moved
 
-Pair = Callable[..., tuple[Cluster, Peer]]
 
-
+@remote_mode
 class TestPushBlocks:
     @pytest.mark.parametrize(
         ("src", "dst"),
         [([0], [15]), ([4, 5, 6], [1, 2, 3]), ([15, 14, 13], [0, 2, 1]), ([3, 3], [7, 8])],
     )
-    def test_any_pairs_arrive_and_other_bytes_stay(
+    def test_c51_any_pairs_arrive_and_other_bytes_stay(
         self, pair: Pair, src: list[int], dst: list[int]
     ) -> None:
         local, peer = pair()
@@ -66,7 +64,7 @@ class TestPushBlocks:
     @pytest.mark.parametrize(
         ("src", "dst"), [([], [1]), ([1], []), ([1, 2], [1]), ([16], [0]), ([0], [16])]
     )
-    def test_lists_that_do_not_fit(self, pair: Pair, src: list[int], dst: list[int]) -> None:
+    def test_c51_lists_that_do_not_fit(self, pair: Pair, src: list[int], dst: list[int]) -> None:
         local, peer = pair()
         cache, target = local.add_blocks(seed=100), peer.add_blocks()
         before = peer.dump(target)
@@ -83,7 +81,7 @@ class TestPushBlocks:
             with refused(local.api):
                 local.push_blocks(local.api.BlocksCacheKey(2, model_id), cache, [0], [0])
 
-    def test_unknown_caches_and_clusters(self, pair: Pair) -> None:
+    def test_c54_unknown_caches_and_clusters(self, pair: Pair) -> None:
         local, _ = pair()
         cache = local.add_blocks()
         with refused(local.api, "LLM_KV_CACHE_NOT_EXIST"):
@@ -130,13 +128,16 @@ class TestPushBlocks:
     def test_wrong_kind_of_key(self, pair: Pair) -> None:
         local, _ = pair()
         cache = local.add_blocks()
-        for key in (local.api.CacheKeyByIdAndIndex(2, 1), local.api.CacheKey(2, 1), None):
+        for key in (local.api.CacheKeyByIdAndIndex(2, 1), local.api.CacheKey(2, 1)):
             with pytest.raises(TypeError):
                 local.push_blocks(key, cache, [0], [0])
+        with pytest.raises(none_error(local.api)):
+            local.push_blocks(None, cache, [0], [0])
 
 
+@remote_mode
 class TestPushCache:
-    def test_row_goes_to_row(self, pair: Pair) -> None:
+    def test_c50_row_goes_to_row(self, pair: Pair) -> None:
         local, peer = pair()
         cache, target = local.add_rows(seed=100), peer.add_rows(rows=9)
         before = peer.dump(target)
@@ -155,11 +156,12 @@ class TestPushCache:
         )
         assert peer.dump(target) == before[:4] + moved(before[4:], content[:4], [(0, 0, 256)])
 
-    def test_refusals(self, pair: Pair) -> None:
+    def test_c50_refusals(self, pair: Pair) -> None:
         local, peer = pair()
         cache, target = local.add_rows(), peer.add_rows()
         blocks = peer.add_blocks(blocks=4, block_bytes=256)
         other = peer.add_rows(row_bytes=128)
+        own_blocks = local.add_blocks()
         key = local.api.CacheKeyByIdAndIndex
         before = peer.dump(target)
         with refused(local.api):
@@ -173,7 +175,7 @@ class TestPushCache:
         with refused(local.api):
             local.push_cache(key(2, other), cache)
         with refused(local.api):
-            local.push_cache(key(2, target), local.add_blocks())
+            local.push_cache(key(2, target), own_blocks)
         with refused(local.api, "LLM_KV_CACHE_NOT_EXIST"):
             local.push_cache(key(2, 99), cache)
         with pytest.raises(TypeError):
@@ -181,15 +183,18 @@ class TestPushCache:
         assert peer.dump(target) == before
 
 
-def test_message_mode_has_no_push(pair: Pair) -> None:
-    local, peer = pair(remote=False)
+@message_mode
+def test_c49_message_mode_has_no_push(pair: Pair) -> None:
+    local, peer = pair()
     peer.add_blocks()
+    blocks, rows = local.add_blocks(), local.add_rows()
     with refused(local.api):
-        local.push_blocks(local.api.BlocksCacheKey(2), local.add_blocks(), [0], [0])
+        local.push_blocks(local.api.BlocksCacheKey(2), blocks, [0], [0])
     with refused(local.api):
-        local.push_cache(local.api.CacheKeyByIdAndIndex(2, 1), local.add_rows())
+        local.push_cache(local.api.CacheKeyByIdAndIndex(2, 1), rows)
 
 
+@remote_mode
 class TestUnregisteringDestination:
     def test_nothing_is_written_after_unregistering(self, pair: Pair) -> None:
         local, peer = pair()

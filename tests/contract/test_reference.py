@@ -11,11 +11,14 @@ import pytest
 from hypothesis import given
 
 from contract.cluster import Cluster
+from contract.engines import Restriction, refused_by_vendor
 from contract.examples import examples
 from contract.peer import Peer
 from contract.reference.programs import programs
 from contract.reference.run import Program, Run, compare
 from contract.reference.tables import PAGE, POOL_PAGES
+
+pytestmark = refused_by_vendor(Restriction.REGISTER_FIRST)
 
 Pair = Callable[..., tuple[Cluster, Peer]]
 
@@ -35,7 +38,7 @@ KINDS = {
 
 @pytest.fixture
 def modelled_pair(pair: Pair, remote: bool) -> tuple[Cluster, Peer]:
-    return pair(remote=remote, pool=POOL)
+    return pair(pool=POOL)
 
 
 @pytest.mark.parametrize("kinds", KINDS)

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import Phase, given, settings
 
 from contract.cluster import Cluster
+from contract.engines import Restriction, message_mode, refused_by_vendor
 from contract.examples import CI
 from contract.peer import Peer
 from contract.reference import run as model_run
@@ -16,6 +17,8 @@ from contract.reference.pulls import PullBlocks
 from contract.reference.run import SUCCESS, Call, Program, Run, compare
 from contract.reference.tables import PAGE, POOL_PAGES
 from contract.reference.world import LOCAL, ByModel
+
+pytestmark = [message_mode, refused_by_vendor(Restriction.REGISTER_FIRST)]
 
 Pair = Callable[..., tuple[Cluster, Peer]]
 Engine = Callable[[Run, Call], str]
@@ -84,7 +87,7 @@ def second_pull(engine: Engine) -> Engine:
 def test_fault_is_noticed(
     pair: Pair, monkeypatch: pytest.MonkeyPatch, fault: Callable[[Engine], Engine]
 ) -> None:
-    local, peer = pair(remote=False, pool=POOL)
+    local, peer = pair(pool=POOL)
     monkeypatch.setattr(model_run, "outcome", fault(model_run.outcome))
 
     @WANTED
@@ -99,7 +102,7 @@ def test_fault_is_noticed(
 
 def test_key_that_outlives_its_pull_is_noticed(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """The model forgets that a pull uses a key up, as an engine might."""
-    local, peer = pair(remote=False, pool=POOL)
+    local, peer = pair(pool=POOL)
     monkeypatch.setattr("contract.reference.tables.Tables.pulled", lambda *unused: None)
 
     @WANTED

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from contract.cluster import Cluster, block_pieces, moved
+from contract.cluster import Cluster
+from contract.engines import message_mode, remote_mode
 from contract.errors import refused
+from contract.fixtures import Pair
 from contract.layerwise import BLOCK, ROW, blocks_of, recorder, rows_of
-from contract.peer import Peer
-
-Pair = Callable[..., tuple[Cluster, Peer]]
+from contract.memory import block_pieces, moved
 
 
 def outcome(local: Cluster, source: int, configs: list[Any], *args: Any) -> list[str | None]:
@@ -24,7 +23,7 @@ def outcome(local: Cluster, source: int, configs: list[Any], *args: Any) -> list
 class TestBlocksToBlocks:
     @pytest.mark.parametrize("size", [None, 0, BLOCK])
     def test_c62_block_size_given_or_not(self, pair: Pair, remote: bool, size: int | None) -> None:
-        local, peer = pair(remote=remote)
+        local, peer = pair()
         source = local.add_blocks(seed=100)
         target = blocks_of(local.api, remote, 2, peer)
         before = peer.dump(target.cache_id)
@@ -35,7 +34,7 @@ class TestBlocksToBlocks:
 
     @pytest.mark.parametrize("size", [1, BLOCK - 1, BLOCK + 1, 2 * BLOCK, 2**64 - 1])
     def test_c62_other_block_size(self, pair: Pair, remote: bool, size: int) -> None:
-        local, peer = pair(remote=remote)
+        local, peer = pair()
         source = local.add_blocks()
         target = blocks_of(local.api, remote, 2, peer, seed=7)
         before = peer.dump(target.cache_id)
@@ -43,6 +42,7 @@ class TestBlocksToBlocks:
         assert results == ["LLM_PARAM_INVALID"]
         assert peer.dump(target.cache_id) == before
 
+    @remote_mode
     def test_c62_destination_has_another_block_size(self, pair: Pair) -> None:
         local, peer = pair()
         source = local.add_blocks(block_bytes=32)
@@ -54,7 +54,7 @@ class TestBlocksToBlocks:
     def test_block_out_of_range(
         self, pair: Pair, remote: bool, src: list[int], dst: list[int]
     ) -> None:
-        local, peer = pair(remote=remote)
+        local, peer = pair()
         source = local.add_blocks()
         target = blocks_of(local.api, remote, 2, peer, seed=7)
         before = peer.dump(target.cache_id)
@@ -62,6 +62,7 @@ class TestBlocksToBlocks:
         assert results == ["LLM_PARAM_INVALID"]
         assert peer.dump(target.cache_id) == before
 
+    @remote_mode
     def test_destination_by_cache_id(self, pair: Pair) -> None:
         local, peer = pair()
         source = local.add_blocks(seed=100)
@@ -73,7 +74,7 @@ class TestBlocksToBlocks:
         assert peer.dump(target) == moved(before, local.dump(source), block_pieces([1], [2], BLOCK))
 
     def test_a_thousand_scattered_blocks(self, pair: Pair, remote: bool) -> None:
-        local, peer = pair(remote=remote)
+        local, peer = pair()
         source = local.add_blocks(tensors=4, blocks=1024, seed=100)
         target = blocks_of(local.api, remote, 2, peer, tensors=4, blocks=1024)
         before = peer.dump(target.cache_id)
@@ -87,7 +88,7 @@ class TestBlocksToBlocks:
 class TestRowToBlocks:
     @pytest.mark.parametrize("dst", [[3, 1, 2, 0], [5, 6, 7, 8], [15, 2], [9]])
     def test_chunk_i_goes_to_block_i(self, pair: Pair, remote: bool, dst: list[int]) -> None:
-        local, peer = pair(remote=remote)
+        local, peer = pair()
         source = local.add_rows(seed=100)
         target = blocks_of(local.api, remote, 2, peer)
         before = peer.dump(target.cache_id)
@@ -103,7 +104,7 @@ class TestRowToBlocks:
     def test_row_that_does_not_divide(self, pair: Pair, remote: bool) -> None:
         """The vendor's engine cuts the last listed block to the tensor's remainder; ours sends of
         each chunk what the row has."""
-        local, peer = pair(remote=remote)
+        local, peer = pair()
         source = local.add_rows(rows=3, row_bytes=150, seed=100)
         target = blocks_of(local.api, remote, 2, peer)
         before = peer.dump(target.cache_id)
@@ -116,6 +117,7 @@ class TestRowToBlocks:
             before = moved(before, local.dump(source), pieces)
             assert peer.dump(target.cache_id) == before
 
+    @remote_mode
     def test_row_by_batch_index(self, pair: Pair) -> None:
         local, peer = pair()
         source = local.add_rows(seed=100)
@@ -129,7 +131,7 @@ class TestRowToBlocks:
 
     @pytest.mark.parametrize("size", [0, 4 * ROW, 4 * ROW + 1, 2**64 - 1])
     def test_size_outside_the_tensor(self, pair: Pair, remote: bool, size: int) -> None:
-        local, peer = pair(remote=remote)
+        local, peer = pair()
         source = local.add_rows()
         target = blocks_of(local.api, remote, 2, peer)
         results = self._send(local, source, target.config(range(2)), [1], size)
@@ -137,7 +139,7 @@ class TestRowToBlocks:
 
     def test_list_longer_than_the_row(self, pair: Pair, remote: bool) -> None:
         """The vendor's engine runs on into the next rows."""
-        local, peer = pair(remote=remote)
+        local, peer = pair()
         source = local.add_rows(seed=100)
         target = blocks_of(local.api, remote, 2, peer)
         before = peer.dump(target.cache_id)
@@ -145,6 +147,7 @@ class TestRowToBlocks:
         assert results == ["LLM_PARAM_INVALID"]
         assert peer.dump(target.cache_id) == before
 
+    @remote_mode
     def test_remote_block_size_differs(self, pair: Pair) -> None:
         local, peer = pair()
         source = local.add_rows()
@@ -153,6 +156,7 @@ class TestRowToBlocks:
         assert results == ["LLM_PARAM_INVALID"]
 
 
+@remote_mode
 class TestRowToBlocksKey:
     def test_row_goes_to_the_start_of_the_tensor(self, pair: Pair) -> None:
         local, peer = pair()
@@ -176,7 +180,7 @@ class TestRowToBlocksKey:
 
 class TestArguments:
     def test_c63_block_lists(self, pair: Pair, remote: bool) -> None:
-        local, peer = pair(remote=remote)
+        local, peer = pair()
         source = local.add_blocks()
         config = blocks_of(local.api, remote, 2, peer).config(range(2))
         synchronizer = recorder(local.api)
@@ -192,7 +196,7 @@ class TestArguments:
         assert synchronizer.calls == []
 
     def test_c64_size_without_blocks(self, pair: Pair, remote: bool) -> None:
-        local, peer = pair(remote=remote)
+        local, peer = pair()
         source = local.add_rows()
         config = rows_of(local.api, remote, 2, peer).config(range(2))
         for dst in (None, []):
@@ -219,7 +223,7 @@ class TestArguments:
             local.transfer(recorder(local.api), local.add_blocks(), [], src, dst, size)
 
     def test_c70_synchronizer_and_config_types(self, pair: Pair, remote: bool) -> None:
-        local, peer = pair(remote=remote)
+        local, peer = pair()
         source = local.add_rows()
         fitting = rows_of(local.api, remote, 2, peer).config(range(2))
         other = rows_of(local.api, not remote, 2, peer).config(range(2))
@@ -235,13 +239,14 @@ class TestArguments:
             with pytest.raises(TypeError):
                 local.transfer(recorder(local.api), source, configs)
 
-    def test_source_caches(self, pair: Pair, remote: bool) -> None:
-        local, _ = pair(remote=remote)
+    def test_source_caches(self, pair: Pair) -> None:
+        local, _ = pair()
         with pytest.raises(TypeError):
             local.manager.transfer_cache_async(None, recorder(local.api), [])
         with refused(local.api):
             local.transfer(recorder(local.api), local.add_rows(host=True), [])
 
+    @remote_mode
     def test_source_blocks_need_batch_index_0(self, pair: Pair) -> None:
         local, peer = pair()
         target = peer.add_blocks()
@@ -250,6 +255,7 @@ class TestArguments:
         with refused(local.api):
             local.transfer(recorder(local.api), local.add_blocks(), [config], [1], [1])
 
+    @remote_mode
     def test_ranges_changed_after_construction(self, pair: Pair) -> None:
         local, peer = pair()
         config = blocks_of(local.api, True, 2, peer).config(range(2))
@@ -259,10 +265,11 @@ class TestArguments:
 
 
 class TestDestinations:
+    @message_mode
     @pytest.mark.parametrize("offset", [-1, 1, 3 * ROW + 1, 4 * ROW, 2**40, -(2**12)])
     def test_c71_address_outside_registered_memory(self, pair: Pair, offset: int) -> None:
         """The vendor's engine writes wherever the link reaches."""
-        local, peer = pair(remote=False)
+        local, peer = pair()
         source = local.add_rows(tensors=2)
         target = peer.add_rows(tensors=2, seed=7)
         addrs = peer.addrs(target)
@@ -275,15 +282,17 @@ class TestDestinations:
             assert results == ["LLM_PARAM_INVALID"]
             assert peer.dump(target) == before
 
+    @message_mode
     @pytest.mark.parametrize("addr", [0, 1, 2**64 - 1, 2**64 - ROW])
     def test_c71_addresses_that_cannot_be(self, pair: Pair, addr: int) -> None:
-        local, peer = pair(remote=False)
+        local, peer = pair()
         peer.add_rows(tensors=2)
         config = local.api.TransferConfig(2, [addr, addr])
         assert outcome(local, local.add_rows(tensors=2), [config]) == ["LLM_PARAM_INVALID"]
 
+    @message_mode
     def test_c71_address_of_an_unregistered_cache(self, pair: Pair) -> None:
-        local, peer = pair(remote=False)
+        local, peer = pair()
         target = rows_of(local.api, False, 2, peer)
         before = peer.dump(target.cache_id)
         peer.unregister(target.cache_id)
@@ -291,8 +300,9 @@ class TestDestinations:
         assert results == ["LLM_PARAM_INVALID"]
         assert peer.dump(target.cache_id) == before
 
+    @message_mode
     def test_c71_blocks_past_the_tensor(self, pair: Pair) -> None:
-        local, peer = pair(remote=False)
+        local, peer = pair()
         target = blocks_of(local.api, False, 2, peer, seed=7)
         before = peer.dump(target.cache_id)
         results = outcome(local, local.add_blocks(), [target.config(range(2))], [1, 2], [15, 16])
@@ -300,7 +310,7 @@ class TestDestinations:
         assert peer.dump(target.cache_id) == before
 
     def test_c72_not_linked(self, pair: Pair, remote: bool) -> None:
-        local, peer = pair(remote=remote)
+        local, peer = pair()
         source = local.add_rows()
         target = rows_of(local.api, remote, 3, peer)
         synchronizer = recorder(local.api)
@@ -309,13 +319,13 @@ class TestDestinations:
         assert synchronizer.layers() == [0]
 
     def test_c72_own_cluster(self, pair: Pair, remote: bool) -> None:
-        local, peer = pair(remote=remote)
+        local, peer = pair()
         target = rows_of(local.api, remote, 1, peer)
         results = outcome(local, local.add_rows(), [target.config(range(2))])
         assert results == ["LLM_PARAM_INVALID"]
 
     def test_unknown_caches(self, pair: Pair, remote: bool) -> None:
-        local, peer = pair(remote=remote)
+        local, peer = pair()
         source = local.add_rows()
         target = rows_of(local.api, remote, 2, peer)
         if remote:
@@ -326,6 +336,7 @@ class TestDestinations:
         results = outcome(local, source, [target.config(range(2))])
         assert results == ["LLM_KV_CACHE_NOT_EXIST"]
 
+    @remote_mode
     def test_layers_and_rows_out_of_range(self, pair: Pair) -> None:
         local, peer = pair()
         source = local.add_rows()
@@ -333,24 +344,27 @@ class TestDestinations:
         for config in (target.config(range(2), first=1), target.config(range(2), row=4)):
             assert outcome(local, source, [config]) == ["LLM_PARAM_INVALID"]
 
+    @remote_mode
     def test_not_remote_accessible(self, pair: Pair) -> None:
         local, peer = pair()
         open_cache = rows_of(local.api, True, 2, peer)
         closed = rows_of(local.api, True, 2, peer, accessible=False)
-        results = outcome(local, local.add_rows(), [closed.config(range(2))])
+        source, inaccessible = local.add_rows(), local.add_rows(accessible=False)
+        results = outcome(local, source, [closed.config(range(2))])
         assert results == ["LLM_PARAM_INVALID"]
-        results = outcome(local, local.add_rows(accessible=False), [open_cache.config(range(2))])
+        results = outcome(local, inaccessible, [open_cache.config(range(2))])
         assert results == ["LLM_PARAM_INVALID"]
 
+    @remote_mode
     def test_a_longer_row_is_refused_and_a_shorter_one_fits(self, pair: Pair) -> None:
         local, peer = pair()
         target = rows_of(local.api, True, 2, peer)
         before = peer.dump(target.cache_id)
         config = target.config(range(2), row=1)
         longer = local.add_rows(row_bytes=ROW + 1)
+        shorter = local.add_rows(row_bytes=ROW - 1, seed=100)
         assert outcome(local, longer, [config]) == ["LLM_PARAM_INVALID"]
         assert peer.dump(target.cache_id) == before
-        shorter = local.add_rows(row_bytes=ROW - 1, seed=100)
         assert outcome(local, shorter, [config]) == ["LLM_SUCCESS"]
         after = moved(before, local.dump(shorter), [(0, ROW, ROW - 1)])
         assert peer.dump(target.cache_id) == after

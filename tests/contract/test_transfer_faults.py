@@ -10,27 +10,21 @@ import sys
 import textwrap
 import threading
 import weakref
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 
-from contract.cluster import Cluster, moved
+from contract.actions import link_later, names
+from contract.engines import remote_mode
 from contract.errors import refused, wait_until
+from contract.fixtures import MakePeer, Pair
 from contract.layerwise import ROW, Held, recorder, rows_of
+from contract.memory import moved
 from contract.peer import Peer
-
-Pair = Callable[..., tuple[Cluster, Peer]]
-MakePeer = Callable[..., Peer]
-
-
-def names(task: Any) -> list[str | None]:
-    return [None if status is None else status.name for status in task.get_results()]
 
 
 class TestDestinations:
     def test_killed_in_the_middle(self, pair: Pair, remote: bool) -> None:
-        local, peer = pair(remote=remote, timeout_ms=600_000)
+        local, peer = pair(timeout_ms=600_000)
         target = rows_of(local.api, remote, 2, peer)
 
         def kill_at_1(layer: int) -> bool:
@@ -43,18 +37,19 @@ class TestDestinations:
         assert names(task) == ["LLM_FAILED"]
         assert task.synchronize().name == "LLM_FAILED"
 
-    def test_killed_while_a_layer_waits_for_it(self, pair: Pair) -> None:
+    def test_killed_while_a_layer_waits_for_it(self, pair: Pair, remote: bool) -> None:
         """Nothing waits for the ten minutes of sync_kv_timeout."""
         local, peer = pair(timeout_ms=600_000)
-        target = rows_of(local.api, True, 2, peer)
+        target = rows_of(local.api, remote, 2, peer)
+        source = local.add_rows()
         peer.stop()
-        task = local.transfer(recorder(local.api), local.add_rows(), [target.config(range(2))])
+        task = local.transfer(recorder(local.api), source, [target.config(range(2))])
         assert task.synchronize(50).name == "LLM_TIMEOUT"
         peer.kill()
         assert names(task) == ["LLM_FAILED"]
 
     def test_stopped_in_the_middle(self, pair: Pair, remote: bool) -> None:
-        local, peer = pair(remote=remote, timeout_ms=300)
+        local, peer = pair(timeout_ms=300)
         source = local.add_rows(tensors=8, seed=100)
         target = rows_of(local.api, remote, 2, peer, tensors=8)
         before = peer.dump(target.cache_id)
@@ -82,7 +77,7 @@ class TestDestinations:
         assert peer.dump(target.cache_id) == sent
 
     def test_unlinked_in_the_middle(self, pair: Pair, remote: bool) -> None:
-        local, peer = pair(remote=remote)
+        local, peer = pair()
         target = rows_of(local.api, remote, 2, peer)
 
         def unlink_at_1(layer: int) -> bool:
@@ -94,7 +89,7 @@ class TestDestinations:
         assert names(task) == ["LLM_NOT_YET_LINK"]
 
     def test_source_unregistered_in_the_middle(self, pair: Pair, remote: bool) -> None:
-        local, peer = pair(remote=remote)
+        local, peer = pair()
         source = local.add_rows()
         target = rows_of(local.api, remote, 2, peer)
 
@@ -111,15 +106,16 @@ class TestDestinations:
     def test_one_dead_destination_ends_the_others(
         self, pair: Pair, make_peer: MakePeer, remote: bool
     ) -> None:
-        local, peer = pair(remote=remote)
+        local, peer = pair()
         other = make_peer(3, remote=remote)
-        assert local.link(3, other.listen_port).name == "LLM_SUCCESS"
+        link_later(local, other)
+        source = local.add_rows()
         configs = [
             rows_of(local.api, remote, 2, peer).config(range(2)),
             rows_of(local.api, remote, 3, other).config(range(2)),
         ]
         peer.kill()
-        task = local.transfer(recorder(local.api), local.add_rows(), configs)
+        task = local.transfer(recorder(local.api), source, configs)
         assert names(task) == ["LLM_FAILED", None]
 
 
@@ -128,7 +124,7 @@ class TestSynchronizers:
         self, pair: Pair, remote: bool, caplog: pytest.LogCaptureFixture
     ) -> None:
         """The vendor's engine reports LLM_SUCCESS after its thread has died."""
-        local, peer = pair(remote=remote)
+        local, peer = pair()
         source = local.add_rows(tensors=8)
         target = rows_of(local.api, remote, 2, peer, tensors=8)
 
@@ -145,9 +141,9 @@ class TestSynchronizers:
         assert "no event for this layer" in caplog.text
         assert "fail_at_1" in caplog.text
 
-    def test_answer_without_a_truth_value(self, pair: Pair) -> None:
+    def test_answer_without_a_truth_value(self, pair: Pair, remote: bool) -> None:
         local, peer = pair()
-        target = rows_of(local.api, True, 2, peer)
+        target = rows_of(local.api, remote, 2, peer)
 
         class Neither:
             def __bool__(self) -> bool:
@@ -160,24 +156,23 @@ class TestSynchronizers:
         )
         assert names(task) == ["LLM_FAILED"]
 
-    def test_blocked_one_leaves_everything_else_running(self, pair: Pair) -> None:
+    def test_blocked_one_leaves_everything_else_running(self, pair: Pair, remote: bool) -> None:
         local, peer = pair()
-        source = local.add_rows(seed=100)
-        target = rows_of(local.api, True, 2, peer)
+        source, cache = local.add_rows(seed=100), local.add_rows()
+        target = rows_of(local.api, remote, 2, peer)
         held = Held()
         task = local.transfer(recorder(local.api, held), source, [target.config(range(2))])
         held.reached.wait()
         other = local.transfer(recorder(local.api), source, [target.config(range(2), row=1)])
         assert names(other) == ["LLM_SUCCESS"]
-        cache = local.add_rows()
         local.pull_cache(local.api.CacheKeyByIdAndIndex(2, target.cache_id), cache)
         assert task.synchronize(0).name == "LLM_TIMEOUT"
         held.release()
         assert names(task) == ["LLM_SUCCESS"]
 
-    def test_thread_local_values_last_for_the_task(self, pair: Pair) -> None:
+    def test_thread_local_values_last_for_the_task(self, pair: Pair, remote: bool) -> None:
         local, peer = pair()
-        target = rows_of(local.api, True, 2, peer, tensors=8)
+        target = rows_of(local.api, remote, 2, peer, tensors=8)
         values = threading.local()
         seen: list[int] = []
 
@@ -192,9 +187,9 @@ class TestSynchronizers:
         assert names(task) == ["LLM_SUCCESS"]
         assert seen == [1, 2, 3, 4]
 
-    def test_synchronizer_is_given_back(self, pair: Pair) -> None:
+    def test_synchronizer_is_given_back(self, pair: Pair, remote: bool) -> None:
         local, peer = pair()
-        target = rows_of(local.api, True, 2, peer)
+        target = rows_of(local.api, remote, 2, peer)
         synchronizer = recorder(local.api)
         gone = weakref.ref(synchronizer)
         task = local.transfer(synchronizer, local.add_rows(), [target.config(range(2))])
@@ -206,7 +201,7 @@ class TestSynchronizers:
 
 class TestTasks:
     def test_dropped_task_goes_on(self, pair: Pair, remote: bool) -> None:
-        local, peer = pair(remote=remote)
+        local, peer = pair()
         source = local.add_rows(seed=100)
         target = rows_of(local.api, remote, 2, peer)
         after = moved(peer.dump(target.cache_id), local.dump(source), [(0, 0, ROW)])
@@ -216,10 +211,10 @@ class TestTasks:
         held.release()
         wait_until(lambda: peer.dump(target.cache_id) == after)
 
-    def test_tasks_leave_no_thread_and_no_memory(self, pair: Pair) -> None:
+    def test_tasks_leave_no_thread_and_no_memory(self, pair: Pair, remote: bool) -> None:
         local, peer = pair()
         source = local.add_rows()
-        target = rows_of(local.api, True, 2, peer)
+        target = rows_of(local.api, remote, 2, peer)
 
         def cycle() -> None:
             task = local.transfer(recorder(local.api), source, [target.config(range(2))])
@@ -234,10 +229,10 @@ class TestTasks:
         assert local.native_threads() <= before[1] + 1
         assert local.resident_kib() < before[2] + 4096
 
-    def test_several_at_once(self, pair: Pair) -> None:
+    def test_several_at_once(self, pair: Pair, remote: bool) -> None:
         local, peer = pair()
         source = local.add_rows(tensors=8, rows=8, seed=100)
-        target = rows_of(local.api, True, 2, peer, tensors=8, rows=8)
+        target = rows_of(local.api, remote, 2, peer, tensors=8, rows=8)
         tasks = [
             local.transfer(
                 recorder(local.api), source, [target.config(range(4), row=row, src_row=7 - row)]
@@ -249,6 +244,7 @@ class TestTasks:
         content = local.dump(source)
         assert peer.dump(target.cache_id) == moved(content, content, pieces)
 
+    @remote_mode
     def test_both_ends_transfer_to_each_other(self, pair: Pair) -> None:
         local, peer = pair()
         mine, theirs = local.add_blocks(seed=100), peer.add_blocks()
@@ -263,7 +259,7 @@ class TestTasks:
 
 class TestFinalize:
     def test_ends_a_running_transfer(self, pair: Pair, remote: bool) -> None:
-        local, peer = pair(remote=remote)
+        local, peer = pair()
         target = rows_of(local.api, remote, 2, peer)
         before = peer.dump(target.cache_id)
         held = Held()
@@ -282,9 +278,9 @@ class TestFinalize:
         with refused(local.api):
             manager.transfer_cache_async(local.caches[source], recorder(local.api), [])
 
-    def test_does_not_wait_for_ever_for_a_synchronizer(self, pair: Pair) -> None:
+    def test_does_not_wait_for_ever_for_a_synchronizer(self, pair: Pair, remote: bool) -> None:
         local, peer = pair()
-        target = rows_of(local.api, True, 2, peer)
+        target = rows_of(local.api, remote, 2, peer)
         held = Held()
         task = local.transfer(
             recorder(local.api, held), local.add_rows(), [target.config(range(2))]
@@ -295,11 +291,12 @@ class TestFinalize:
         held.release()
         assert names(task) == ["LLM_FAILED"]
 
-    def test_while_a_stopped_destination_is_waited_for(self, pair: Pair) -> None:
+    def test_while_a_stopped_destination_is_waited_for(self, pair: Pair, remote: bool) -> None:
         local, peer = pair(timeout_ms=600_000)
-        target = rows_of(local.api, True, 2, peer)
+        target = rows_of(local.api, remote, 2, peer)
+        source = local.add_rows()
         peer.stop()
-        task = local.transfer(recorder(local.api), local.add_rows(), [target.config(range(2))])
+        task = local.transfer(recorder(local.api), source, [target.config(range(2))])
         assert task.synchronize(20).name == "LLM_TIMEOUT"
         local.finalize()
         peer.resume()

@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 
-from contract.cluster import Cluster, moved, pattern
+from contract.actions import link_later
+from contract.cluster import Cluster
+from contract.engines import message_mode
 from contract.errors import refused
+from contract.fixtures import MakePeer, Pair
 from contract.layerwise import ROW, Held, recorder, rows_of
+from contract.memory import moved, pattern
 from contract.peer import Peer
-
-Pair = Callable[..., tuple[Cluster, Peer]]
-MakePeer = Callable[..., Peer]
 
 
 def names(results: list[Any]) -> list[str | None]:
@@ -22,18 +23,18 @@ def names(results: list[Any]) -> list[str | None]:
 
 @pytest.fixture
 def third(make_peer: MakePeer, remote: bool) -> Callable[[Cluster], Peer]:
-    """Makes cluster 3, linked."""
+    """Makes cluster 3, linked like that of `pair`."""
 
     def make(local: Cluster) -> Peer:
         peer = make_peer(3, remote=remote)
-        assert local.link(3, peer.listen_port).name == "LLM_SUCCESS"
+        link_later(local, peer)
         return peer
 
     return make
 
 
 def test_c55_each_layer_is_synchronised_once(pair: Pair, third: Any, remote: bool) -> None:
-    local, peer = pair(remote=remote)
+    local, peer = pair()
     other = third(local)
     source = local.add_rows(tensors=8, seed=100)
     targets = [
@@ -53,7 +54,7 @@ def test_c55_each_layer_is_synchronised_once(pair: Pair, third: Any, remote: boo
 
 
 def test_c56_other_layers_are_not_synchronised(pair: Pair, remote: bool) -> None:
-    local, peer = pair(remote=remote)
+    local, peer = pair()
     source = local.add_rows(tensors=16, seed=100)
     target = rows_of(local.api, remote, 2, peer, tensors=16)
     before = peer.dump(target.cache_id)
@@ -68,7 +69,7 @@ def test_c56_other_layers_are_not_synchronised(pair: Pair, remote: bool) -> None
 
 def test_c57_a_layer_leaves_after_its_synchronisation(pair: Pair, remote: bool) -> None:
     """The source is written inside the synchronizer; the next layers' memory is still old."""
-    local, peer = pair(remote=remote)
+    local, peer = pair()
     source = local.add_rows(tensors=8, seed=100)
     target = rows_of(local.api, remote, 2, peer, tensors=8)
     before = peer.dump(target.cache_id)
@@ -92,7 +93,7 @@ def test_c57_a_layer_leaves_after_its_synchronisation(pair: Pair, remote: bool) 
 def test_c58_destination_layers_count_from_the_range_start(pair: Pair, remote: bool) -> None:
     """With a cache key the vendor's engine takes `dst_layer_range` at the absolute source layer,
     and its thread dies here; ours counts from the start of the source's range."""
-    local, peer = pair(remote=remote)
+    local, peer = pair()
     source = local.add_rows(tensors=8, seed=100)
     target = rows_of(local.api, remote, 2, peer, tensors=8)
     before, content = peer.dump(target.cache_id), local.dump(source)
@@ -103,8 +104,8 @@ def test_c58_destination_layers_count_from_the_range_start(pair: Pair, remote: b
 
 
 def test_c59_addresses_and_ranges_must_fit(pair: Pair, remote: bool) -> None:
-    local, peer = pair(remote=remote)
-    source = local.add_rows(tensors=8)
+    local, peer = pair()
+    source, odd = local.add_rows(tensors=8), local.add_rows(tensors=3)
     target = rows_of(local.api, remote, 2, peer, tensors=10)
     synchronizer = recorder(local.api)
     with refused(local.api):
@@ -115,14 +116,14 @@ def test_c59_addresses_and_ranges_must_fit(pair: Pair, remote: bool) -> None:
             config.dst_addrs = addrs
             with refused(local.api):
                 local.transfer(synchronizer, source, [config])
-    odd = local.add_rows(tensors=3)
     with refused(local.api):
         local.transfer(synchronizer, odd, [target.config(range(1))])
     assert synchronizer.calls == []
 
 
+@message_mode
 def test_c60_no_range_becomes_the_full_range(pair: Pair) -> None:
-    local, peer = pair(remote=False)
+    local, peer = pair()
     source = local.add_rows(tensors=6, seed=100)
     target = rows_of(local.api, False, 2, peer, tensors=6)
     before = peer.dump(target.cache_id)
@@ -135,7 +136,7 @@ def test_c60_no_range_becomes_the_full_range(pair: Pair) -> None:
 
 @pytest.mark.parametrize("row", [0, 3])
 def test_c61_src_batch_index_selects_the_row(pair: Pair, remote: bool, row: int) -> None:
-    local, peer = pair(remote=remote)
+    local, peer = pair()
     source = local.add_rows(rows=4, seed=100)
     target = rows_of(local.api, remote, 2, peer, rows=2)
     before = peer.dump(target.cache_id)
@@ -148,7 +149,7 @@ def test_c61_src_batch_index_selects_the_row(pair: Pair, remote: bool, row: int)
 
 
 def test_c61_row_out_of_range_is_a_result(pair: Pair, remote: bool) -> None:
-    local, peer = pair(remote=remote)
+    local, peer = pair()
     source = local.add_rows(rows=4)
     target = rows_of(local.api, remote, 2, peer)
     synchronizer = recorder(local.api)
@@ -159,7 +160,7 @@ def test_c61_row_out_of_range_is_a_result(pair: Pair, remote: bool) -> None:
 
 @pytest.mark.parametrize("stop_at", [0, 1])
 def test_c65_false_ends_the_job(pair: Pair, third: Any, remote: bool, stop_at: int) -> None:
-    local, peer = pair(remote=remote)
+    local, peer = pair()
     other = third(local)
     source = local.add_rows(tensors=8, seed=100)
     first = rows_of(local.api, remote, 2, peer, tensors=8)
@@ -176,7 +177,7 @@ def test_c65_false_ends_the_job(pair: Pair, third: Any, remote: bool, stop_at: i
 
 @pytest.mark.parametrize("answer", [0, None, "", []])
 def test_c65_any_falsy_answer_counts(pair: Pair, remote: bool, answer: Any) -> None:
-    local, peer = pair(remote=remote)
+    local, peer = pair()
     source = local.add_rows()
     target = rows_of(local.api, remote, 2, peer)
     task = local.transfer(
@@ -188,7 +189,7 @@ def test_c65_any_falsy_answer_counts(pair: Pair, remote: bool, answer: Any) -> N
 def test_c66_failure_stops_the_job(pair: Pair, remote: bool) -> None:
     """Two configs of one cluster: the vendor's engine keeps one result per cluster, ours one per
     config."""
-    local, peer = pair(remote=remote)
+    local, peer = pair()
     source = local.add_rows(tensors=8, seed=100)
     target = rows_of(local.api, remote, 2, peer, tensors=8)
     before = peer.dump(target.cache_id)
@@ -208,7 +209,7 @@ def test_c66_failure_stops_the_job(pair: Pair, remote: bool) -> None:
 
 
 def test_c67_c68_timeouts_while_running(pair: Pair, remote: bool) -> None:
-    local, peer = pair(remote=remote)
+    local, peer = pair()
     source = local.add_rows(seed=100)
     target = rows_of(local.api, remote, 2, peer)
     held = Held(first=1)
@@ -225,8 +226,8 @@ def test_c67_c68_timeouts_while_running(pair: Pair, remote: bool) -> None:
     assert names(task.get_results(2**32 - 1)) == ["LLM_SUCCESS"] * 2
 
 
-def test_c69_timeouts_are_checked(pair: Pair, remote: bool) -> None:
-    local, _ = pair(remote=remote)
+def test_c69_timeouts_are_checked(pair: Pair) -> None:
+    local, _ = pair()
     task = local.transfer(recorder(local.api), local.add_rows(), [])
     for wait in (task.synchronize, task.get_results):
         with pytest.raises(TypeError):
@@ -236,8 +237,8 @@ def test_c69_timeouts_are_checked(pair: Pair, remote: bool) -> None:
                 wait(timeout)
 
 
-def test_no_configs_end_in_success(pair: Pair, remote: bool) -> None:
-    local, _ = pair(remote=remote)
+def test_no_configs_end_in_success(pair: Pair) -> None:
+    local, _ = pair()
     synchronizer = recorder(local.api)
     task = local.transfer(synchronizer, local.add_rows(), [])
     assert task.synchronize().name == "LLM_SUCCESS"

@@ -10,9 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from contract.cluster import Cluster
+from contract.engines import Restriction, refused_by_vendor
 from contract.examples import examples
 from contract.layerwise import recorder
 from contract.peer import Peer
+
+pytestmark = refused_by_vendor(Restriction.REGISTER_FIRST)
 
 Pair = Callable[..., tuple[Cluster, Peer]]
 
@@ -260,7 +263,7 @@ class Run:
 
 
 def test_any_transfer_does_what_the_model_does(pair: Pair, remote: bool) -> None:
-    local, peer = pair(remote=remote)
+    local, peer = pair()
 
     @examples(500)
     @given(case=cases(remote))

@@ -84,7 +84,7 @@ def write_d(
         recorder.span(
             "pull", at(22 + shift_ms), at(26 + shift_ms), **names, cache=0, layer_bytes=300
         )
-    recorder.event("arrival", at(arrival + shift_ms), **names, bytes=600)
+    recorder.event("arrival", at(arrival + shift_ms), **names)
     recorder.event("decode", at(30 + shift_ms), **names)
     recorder.close()
     return recorder.path

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import socket
-import sys
 import threading
 from collections.abc import Callable, Iterator
 
@@ -16,8 +15,9 @@ import msgspec
 import pytest
 import torch
 from fakes.clock import wait_for
+from fakes.install import vendor_importable
 from fakes.rank import Rank, run
-from fakes.rank_process import VENDOR, RankProcess
+from fakes.rank_process import RankProcess
 
 from vllm_llmdd_connector.config import ConnectorConfig
 from vllm_llmdd_connector.control.messages import WorkerEndpoint
@@ -33,11 +33,9 @@ OPTIONS = {"engine": "ascend", "link_timeout_ms": 300, "sync_kv_timeout_ms": 700
 @pytest.fixture(autouse=True)
 def _vendor(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """``llm_datadist`` can be imported here as in the other process."""
-    monkeypatch.syspath_prepend(str(VENDOR))
-    monkeypatch.delitem(sys.modules, "fakes.strict_vendor", raising=False)
     monkeypatch.setattr(ascend, "LINK_MARGIN_MS", 100)
-    yield
-    sys.modules.pop("llm_datadist", None)
+    with vendor_importable(monkeypatch):
+        yield
 
 
 @pytest.fixture

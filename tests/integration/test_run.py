@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -50,7 +51,7 @@ def port() -> int:
 
 @pytest.fixture
 def listening() -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """Starts the side that listens, and returns when it says that it does."""
+    """Starts one side of a script; it lives until the test ends."""
     started: list[subprocess.Popen[str]] = []
 
     def start(*arguments: object) -> subprocess.Popen[str]:
@@ -62,8 +63,6 @@ def listening() -> Iterator[Callable[..., subprocess.Popen[str]]]:
             env=environment(),
         )
         started.append(process)
-        assert process.stdout is not None
-        assert process.stdout.readline() == "registered\n"
         return process
 
     yield start
@@ -72,23 +71,56 @@ def listening() -> Iterator[Callable[..., subprocess.Popen[str]]]:
         process.communicate()
 
 
+def ready(process: subprocess.Popen[str]) -> subprocess.Popen[str]:
+    """Returns when the script says that the other side may come."""
+    assert process.stdout is not None
+    assert process.stdout.readline() == "registered\n"
+    return process
+
+
 class TestTwoProcesses:
-    def test_pull_blocks(self, listening: Callable[..., subprocess.Popen[str]], port: int) -> None:
+    def test_c88_pull_blocks(
+        self, listening: Callable[..., subprocess.Popen[str]], port: int
+    ) -> None:
         name = SCRIPTS / "pull_blocks.py"
-        p = listening(name, "--cluster-id", 1, "--port", port)
+        p = ready(listening(name, "--cluster-id", 1, "--port", port))
         d = run(name, "--device-id", 1, "--cluster-id", 2, "--port", port)
         assert (d.returncode, d.stdout) == (0, "pulled\n"), d.stderr
         p.communicate("\n", PATIENCE_S)
         assert p.returncode == 0
 
-    def test_push_blocks(self, listening: Callable[..., subprocess.Popen[str]], port: int) -> None:
+    def test_c88_push_blocks(
+        self, listening: Callable[..., subprocess.Popen[str]], port: int
+    ) -> None:
         name = SCRIPTS / "push_blocks.py"
-        d = listening(name, "decoder", port)
+        d = ready(listening(name, "decoder", port))
         p = run(name, "prompt", port)
         assert (p.returncode, p.stdout) == (0, "no such cache\n"), p.stderr
         values, _ = d.communicate("\n", PATIENCE_S)
         assert values == "[[70, 0, 70, 0], [71, 1, 71, 1]]\n"
         assert d.returncode == 0
+
+    def test_c88_layers_over_a_rank_table(
+        self, listening: Callable[..., subprocess.Popen[str]]
+    ) -> None:
+        script, name = SCRIPTS / "transfer_layers.py", uuid.uuid4()
+        p, d = listening(script, 1, name), listening(script, 2, name)
+        assert ready(p).stdout.readline() == "True\n"
+        values, _ = ready(d).communicate("\n", PATIENCE_S)
+        layers = [[10 + layer, 0, 10 + layer, 0] for layer in range(3) for _ in range(2)]
+        assert values == f"{layers}\n"
+        p.communicate("\n", PATIENCE_S)
+        assert (p.returncode, d.returncode) == (0, 0)
+
+    def test_c88_allocated_rows_of_the_first_generation(
+        self, listening: Callable[..., subprocess.Popen[str]], port: int
+    ) -> None:
+        script = SCRIPTS / "allocated_rows.py"
+        p = ready(listening(script, "prompt", port))
+        d = run(script, "decoder", port)
+        assert (d.returncode, d.stdout) == (0, "True\naAbBcCdD\n"), d.stderr
+        p.communicate("\n", PATIENCE_S)
+        assert p.returncode == 0
 
 
 class TestLikePython:
@@ -220,6 +252,24 @@ class TestNpuNames:
         assert done.stdout == "1\n2\n0\n", done.stderr
         assert "AttributeError: torch.npu.memory_stats has no counterpart" in done.stderr
 
+    def test_device_npu_is_host_memory(self, script: Callable[[str], Path]) -> None:
+        done = run(
+            script(
+                "import torch\n"
+                "for device in ('npu', 'npu:1', torch.device('npu', 1)):\n"
+                "    a = torch.ones(2, 3, device=device)\n"
+                "    b = a.to(device)\n"
+                "    c = torch.zeros_like(a, device=device).to(device=device, dtype=torch.int8)\n"
+                "    b[0] = 5\n"
+                "    assert a.sum() == 6 and b.sum() == 18 and c.dtype == torch.int8\n"
+                "    assert {t.device.type for t in (a, b, c)} == {'cpu'}\n"
+                "    assert torch.tensor([1.5], device=device).to(torch.int32).tolist() == [1]\n"
+                "assert torch.zeros(1, device='cpu').device.type == 'cpu'\n"
+                "print('done')\n"
+            )
+        )
+        assert done.stdout == "done\n", done.stderr
+
     def test_real_torch_npu_is_left_alone(
         self, script: Callable[[str], Path], tmp_path: Path
     ) -> None:
@@ -244,6 +294,38 @@ class TestNpuNames:
         done = run(script(f"print('begun')\n{statement}\n"), path=(folder,))
         assert (done.returncode, done.stdout) == (1, "begun\n")
         assert "The script needs torch, which is not installed here" in done.stderr
+
+
+class TestDeviceAddresses:
+    SCRIPT = (
+        "import os, subprocess\n"
+        "for arguments in ('-i 0 -ip -g', '-i 7 -ip -g', '-i x -ip -g', '-i 0 -link -g'):\n"
+        "    done = subprocess.run(['hccn_tool', *arguments.split()], capture_output=True)\n"
+        "    print(done.returncode, done.stdout.decode().split())\n"
+    )
+
+    def test_stand_in_answers_with_loopback_addresses(self, script: Callable[[str], Path]) -> None:
+        done = run(script(self.SCRIPT))
+        assert done.stdout.splitlines() == [
+            "0 ['ipaddr:127.0.0.1', 'netmask:255.0.0.0']",
+            "0 ['ipaddr:127.0.0.8', 'netmask:255.0.0.0']",
+            "1 []",
+            "1 []",
+        ], done.stderr
+
+    def test_it_leaves_nothing_behind(self, script: Callable[[str], Path]) -> None:
+        done = run(script("import shutil; print(shutil.which('hccn_tool'))"))
+        assert done.returncode == 0
+        assert not Path(done.stdout.strip()).exists()
+
+    def test_real_tool_is_used(
+        self, script: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        tool = tmp_path / "hccn_tool"
+        tool.write_text("#!/bin/sh\necho real\n")
+        tool.chmod(0o755)
+        monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+        assert run(script(self.SCRIPT)).stdout.splitlines() == ["0 ['real']"] * 4
 
 
 class TestCommand:

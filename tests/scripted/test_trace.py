@@ -15,15 +15,16 @@ from vllm_llmdd_connector.trace.summary import summarize
 def test_pull_is_seen_from_p_s_first_step_to_d_s_first_decode(
     make_pair: MakePair, tmp_path: Path
 ) -> None:
-    pair = make_pair(extra_config={"trace_dir": str(tmp_path)})
+    folder = tmp_path / "traces"
+    pair = make_pair(extra_config={"trace_dir": str(folder)})
     prompt = prompt_of(100)
     assert pair.is_right(prompt, pair.transfer(prompt))
     pair.finish()
     for engine in (pair.p, pair.d):
         engine.close()
-    processes = sorted(read_file(path).process for path in tmp_path.iterdir())
+    processes = sorted(read_file(path).process for path in folder.iterdir())
     assert processes == ["rank 0", "rank 0", "scheduler", "scheduler"]
-    (request,) = merge(read_all([tmp_path]))
+    (request,) = merge(read_all([folder]))
     assert request.flow == "pull"
     assert request.num_tokens == 100
     order = ["admitted", "allocated", "pull", "release", "arrival", "decode"]

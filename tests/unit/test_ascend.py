@@ -8,11 +8,11 @@ import sys
 import threading
 from collections.abc import Iterator
 from enum import Enum, IntEnum
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from fakes.install import vendor_importable
 
 from vllm_llmdd_connector.config import ConnectorConfig
 from vllm_llmdd_connector.control.messages import WorkerEndpoint
@@ -28,7 +28,6 @@ from vllm_llmdd_connector.datadist.vendor_status import REMEDIES, remedy
 CPU = SimpleNamespace(type="cpu", index=None)
 NPU = SimpleNamespace(type="npu", index=3)
 MIB2 = 2 << 20
-VENDOR = Path(__file__).resolve().parents[1] / "vendor"
 
 
 class Device(SimpleNamespace):
@@ -51,11 +50,8 @@ def plan(num_regions: int, first: int = MIB2, step: int = MIB2) -> CachePlan:
 @pytest.fixture
 def vendor(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     """The strict ``llm_datadist``, freshly imported."""
-    monkeypatch.syspath_prepend(str(VENDOR))
-    for name in ("llm_datadist", "fakes.strict_vendor"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    yield importlib.import_module("llm_datadist")
-    sys.modules.pop("llm_datadist", None)
+    with vendor_importable(monkeypatch):
+        yield importlib.import_module("llm_datadist")
 
 
 class FakeNpu(ModuleType):

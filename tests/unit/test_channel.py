@@ -112,6 +112,24 @@ class TestAnswers:
         assert next_message(dialer) == make_gone(7)
         served.server.close()
 
+    def test_answer_after_the_server_was_closed_goes_nowhere(
+        self, dial: Callable[[int], Dialer]
+    ) -> None:
+        """A push that ended during the shutdown ended its thread with an error, or wrote into
+        whatever had got the closed pipe's number."""
+        replies: list[Reply] = []
+        served = Served(lambda message, reply: replies.append(reply))
+        dial(served.port).send([renew(1)])
+        wait_for(lambda: replies, "the message")
+        served.server.close()
+        reader, writer = os.pipe()
+        os.set_blocking(reader, False)
+        replies[0](Unknown(session=1))
+        with pytest.raises(BlockingIOError):
+            os.read(reader, 1)
+        for end in (reader, writer):
+            os.close(end)
+
     def test_answer_to_a_sender_that_is_gone_hurts_nobody(
         self, dial: Callable[[int], Dialer]
     ) -> None:

@@ -8,7 +8,8 @@ import inspect
 from collections.abc import Callable, Iterator
 
 import pytest
-from fakes.fake_datadist import FakeDataDist, FakeEngine, LLMStatusCode
+from fakes.fake_datadist import FakeDataDist, FakeEngine
+from fakes.fake_types import LLMStatusCode
 
 from vllm_llmdd_connector.config import ConnectorConfig
 from vllm_llmdd_connector.control.messages import WorkerEndpoint

@@ -66,7 +66,8 @@ class TestSteps:
         two.events.begin()
         two.events.computed("b")
         assert first.marks == [True, False]
-        assert not first.wait(1, timeout_s=0)
+        assert first.is_over
+        assert not first.wait(1)
         assert two.marked() == [False, True]
 
     def test_blocks_of_earlier_steps_do_not_wait_for_the_running_one(self, two: Events) -> None:

@@ -77,7 +77,7 @@ def test_reasons_are_hidden_unknown_options_ignored_none_an_attribute_error(
 def test_memory_registered_after_a_link_is_a_violation(
     datadist: LLMDataDist, register: Callable[..., Any]
 ) -> None:
-    datadist._traffic.was_linked = True
+    datadist._traffic.linked.add(9)
     with pytest.raises(Violation, match="registered after a link"):
         register()
 

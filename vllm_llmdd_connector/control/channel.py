@@ -105,9 +105,10 @@ class Server:
 
     def close(self) -> None:
         """Stop the thread and give the port back; idempotent."""
-        if self._stopping:
-            return
-        self._stopping = True
+        with self._lock:
+            if self._stopping:
+                return
+            self._stopping = True
         if self._thread is not None:
             self._wake.set()
             self._thread.join()
@@ -154,9 +155,12 @@ class Server:
 
     def _post(self, identity: bytes, message: Message) -> None:
         with self._lock:
+            # Under the lock: other threads may still answer while ``close`` gives the pipe back.
+            if self._stopping:
+                return
             self._outbox.append((identity, message))
-        if threading.current_thread() is not self._thread:
-            self._wake.set()
+            if threading.current_thread() is not self._thread:
+                self._wake.set()
 
     def _send_outbox(self) -> None:
         with self._lock:

@@ -13,7 +13,8 @@ Run a script written for llm_datadist on the host engine of this package.
 
 The module name llm_datadist and its submodules lead to vllm_llmdd_connector.datadist. Where
 torch_npu is not installed, "import torch_npu", torch.npu.set_device and a few more names of
-torch.npu, and tensor.npu() stand for host memory. The script's exit code is passed through.
+torch.npu, tensor.npu() and the device "npu" stand for host memory, and where hccn_tool is not
+installed, one that knows "-i DEVICE -ip -g". The script's exit code is passed through.
 """
 
 

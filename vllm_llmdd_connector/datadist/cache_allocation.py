@@ -15,19 +15,20 @@ from vllm_llmdd_connector.datadist import _engine
 from vllm_llmdd_connector.datadist.checks import (
     check,
     check_elements,
-    check_int64,
     check_type,
-    check_uint32,
-    check_uint64,
 )
 from vllm_llmdd_connector.datadist.keys import BlocksCacheKey, CacheKey
-from vllm_llmdd_connector.datadist.refs import copy_pairs, swap_pairs
+from vllm_llmdd_connector.datadist.refs import (
+    check_copied_row,
+    copy_pairs,
+    key_fields,
+    model_id_of,
+    swap_pairs,
+)
 from vllm_llmdd_connector.datadist.status import engine_errors
 from vllm_llmdd_connector.datadist.types import Cache, CacheDesc, MemInfo, Memtype, Placement
 
 __all__ = ["CacheAllocation"]
-
-_MASK = 2**64 - 1
 
 
 class CacheAllocation(ABC):
@@ -52,8 +53,7 @@ class CacheAllocation(ABC):
         check_elements("cache_keys", cache_keys, CacheKey)
         with engine_errors("allocate_cache"):
             cache_id, addrs = self._engine.allocate_cache(
-                *_spec(cache_desc),
-                [(key.req_id, key.prefix_id, key.model_id) for key in cache_keys],
+                *_spec(cache_desc), [key_fields(key) for key in cache_keys]
             )
         return Cache(cache_id, cache_desc, addrs, False)
 
@@ -63,13 +63,9 @@ class CacheAllocation(ABC):
         """Allocate a cache whose first dimension counts blocks."""
         self._require_open()
         _check_desc(cache_desc)
-        if blocks_cache_key is not None:
-            check_type("blocks_cache_key", blocks_cache_key, BlocksCacheKey)
+        model_id = model_id_of(blocks_cache_key)
         with engine_errors("allocate_blocks_cache"):
-            cache_id, addrs = self._engine.allocate_blocks_cache(
-                *_spec(cache_desc),
-                None if blocks_cache_key is None else blocks_cache_key.model_id & _MASK,
-            )
+            cache_id, addrs = self._engine.allocate_blocks_cache(*_spec(cache_desc), model_id)
         return Cache(cache_id, cache_desc, addrs, True)
 
     def deallocate_cache(self, cache: Cache) -> None:
@@ -96,9 +92,7 @@ class CacheAllocation(ABC):
         self._require_open()
         check_type("cache_key", cache_key, CacheKey)
         with engine_errors("remove_cache_key"):
-            self._engine.remove_cache_key(
-                (cache_key.req_id, cache_key.prefix_id, cache_key.model_id)
-            )
+            self._engine.remove_cache_key(key_fields(cache_key))
 
     def copy_cache(
         self,
@@ -118,13 +112,7 @@ class CacheAllocation(ABC):
         for name, cache in (("dst", dst), ("src", src)):
             check_type(name, cache, Cache)
             check(not cache.is_blocks_cache, f"copy_cache: {name} is a blocks cache")
-        check_uint32("dst_batch_index", dst_batch_index)
-        check_uint32("src_batch_index", src_batch_index)
-        check_uint64("offset", offset)
-        check_int64("size", size)
-        check(size == -1 or size > 0, f"size must be -1 or above 0, got {size}")
-        if req_id is not None:
-            check_uint64("req_id", req_id)
+        check_copied_row(dst_batch_index, src_batch_index, offset, size, req_id)
         with engine_errors("copy_cache"):
             self._engine.copy_row(
                 dst.cache_id, src.cache_id, dst_batch_index, src_batch_index, offset, size
@@ -147,12 +135,7 @@ class CacheAllocation(ABC):
         for name, cache in (("src_cache", src_cache), ("dst_cache", dst_cache)):
             check_type(name, cache, Cache)
             check(cache.is_blocks_cache, f"swap_blocks: {name} is not a blocks cache")
-        src, dst = swap_pairs(src_to_dst)
-        check(
-            src_cache.cache_desc.placement != dst_cache.cache_desc.placement,
-            f"both caches are of placement {src_cache.cache_desc.placement.name}, swap_blocks "
-            "goes between HOST and DEVICE",
-        )
+        src, dst = swap_pairs(src_cache.cache_desc, dst_cache.cache_desc, src_to_dst)
         with engine_errors("swap_blocks"):
             self._engine.move_blocks(_local(src_cache), _local(dst_cache), src, dst)
 

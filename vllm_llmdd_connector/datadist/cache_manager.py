@@ -32,7 +32,10 @@ from vllm_llmdd_connector.datadist.refs import (
     LayerOptions,
     check_cache_key,
     check_per_layer,
+    check_row,
+    key_fields,
     layer_options,
+    model_id_of,
     ref_of,
 )
 from vllm_llmdd_connector.datadist.status import engine_errors, fail
@@ -84,7 +87,7 @@ class CacheManager(CacheAllocation):
                 self._accessible(cache_desc, remote_accessible),
                 cache_desc.placement == Placement.HOST,
                 addrs,
-                [(key.req_id, key.prefix_id, key.model_id) for key in cache_keys],
+                [key_fields(key) for key in cache_keys],
             )
         return Cache(cache_id, cache_desc, list(addrs), False)
 
@@ -99,8 +102,7 @@ class CacheManager(CacheAllocation):
         last registration of a model_id is the one that is found."""
         self._require_open()
         self._check_memory(cache_desc, addrs, remote_accessible)
-        if blocks_cache_key is not None:
-            check_type("blocks_cache_key", blocks_cache_key, BlocksCacheKey)
+        model_id = model_id_of(blocks_cache_key)
         with engine_errors("register_blocks_cache"):
             if len(addrs) != cache_desc.num_tensors:
                 fail(f"{len(addrs)} addresses for {cache_desc.num_tensors} tensors")
@@ -110,7 +112,7 @@ class CacheManager(CacheAllocation):
                 self._accessible(cache_desc, remote_accessible),
                 cache_desc.placement == Placement.HOST,
                 addrs,
-                None if blocks_cache_key is None else blocks_cache_key.model_id & _MASK,
+                model_id,
             )
         return Cache(cache_id, cache_desc, list(addrs), True)
 
@@ -140,9 +142,7 @@ class CacheManager(CacheAllocation):
         check_type("cache_key", cache_key, CacheKey, CacheKeyByIdAndIndex)
         check_type("cache", cache, Cache)
         check(not cache.is_blocks_cache, "pull_cache needs a contiguous cache, use pull_blocks")
-        check_uint32("batch_index", batch_index)
-        check_int64("size", size)
-        check(size == -1 or size > 0, f"size must be -1 or above 0, got {size}")
+        check_row(batch_index, size)
         ref = ref_of(cache_key)
         layers = layer_options(kwargs)
         with engine_errors("pull_cache"):

@@ -17,8 +17,6 @@ from vllm_llmdd_connector.datadist.checks import (
     check_elements,
     check_int64,
     check_type,
-    check_uint32,
-    check_uint64,
 )
 from vllm_llmdd_connector.datadist.keys import (
     INVALID_ID,
@@ -29,7 +27,17 @@ from vllm_llmdd_connector.datadist.keys import (
 from vllm_llmdd_connector.datadist.kv_cache import KvCache
 from vllm_llmdd_connector.datadist.layer_transfer import start_transfer
 from vllm_llmdd_connector.datadist.link_use import LinkUse
-from vllm_llmdd_connector.datadist.refs import copy_pairs, layer_options, ref_of, swap_pairs
+from vllm_llmdd_connector.datadist.refs import (
+    KeyFields,
+    check_copied_row,
+    check_row,
+    copy_pairs,
+    key_fields,
+    layer_options,
+    model_id_of,
+    ref_of,
+    swap_pairs,
+)
 from vllm_llmdd_connector.datadist.status import (
     LLMException,
     first_generation_errors,
@@ -45,7 +53,6 @@ __all__ = ["KvCacheManager"]
 
 _MASK = 2**64 - 1
 _PULL_OPTIONS = frozenset({"src_cache_offset", "dst_cache_offset"})
-_KeyFields = tuple[int, int, int]
 _NO_KEY = (INVALID_ID, INVALID_ID, 0)
 
 
@@ -88,14 +95,11 @@ class KvCacheManager:
         """Allocate a cache whose first dimension counts blocks. A DECODER's has no key."""
         self._require_open()
         _check_desc(cache_desc)
-        if blocks_cache_key is not None:
-            check_type("blocks_cache_key", blocks_cache_key, BlocksCacheKey)
-            check(self._role != LLMRole.DECODER, "a DECODER's blocks cache has no key")
+        model_id = model_id_of(blocks_cache_key)
+        is_named_by_decoder = model_id is not None and self._role == LLMRole.DECODER
+        check(not is_named_by_decoder, "a DECODER's blocks cache has no key")
         with first_generation_errors("allocate_blocks_cache"):
-            cache_id, addrs = self._engine.allocate_blocks_cache(
-                *_spec(cache_desc),
-                None if blocks_cache_key is None else blocks_cache_key.model_id & _MASK,
-            )
+            cache_id, addrs = self._engine.allocate_blocks_cache(*_spec(cache_desc), model_id)
         return KvCache(cache_id, cache_desc, [addrs], self._collect)
 
     def deallocate_cache(self, cache: KvCache) -> None:
@@ -117,7 +121,7 @@ class KvCacheManager:
         self._require_role(LLMRole.PROMPT)
         check_type("cache_key", cache_key, CacheKey)
         with first_generation_errors("remove_cache_key"):
-            self._engine.remove_cache_key(_fields(cache_key))
+            self._engine.remove_cache_key(key_fields(cache_key))
 
     def pull_cache(
         self,
@@ -136,9 +140,7 @@ class KvCacheManager:
         self._require_role(LLMRole.DECODER)
         check_type("cache_key", cache_key, CacheKey, CacheKeyByIdAndIndex)
         _check_device("kv_cache", kv_cache)
-        check_uint32("batch_index", batch_index)
-        check_int64("size", size)
-        check(size == -1 or size > 0, f"size must be -1 or above 0, got {size}")
+        check_row(batch_index, size)
         offsets = _offset(kwargs, "src_cache_offset"), _offset(kwargs, "dst_cache_offset")
         ref = ref_of(cache_key)
         layers = layer_options(
@@ -203,6 +205,7 @@ class KvCacheManager:
                 by_key=False,
                 rows_to_blocks=False,
             )
+            self._link_use.add_task((config.dst_cluster_id for config in transfer_configs), task)
         return CacheTask(task, first_generation_status)
 
     def copy_cache(
@@ -219,13 +222,7 @@ class KvCacheManager:
         self._require_open()
         _check_device("dst", dst)
         _check_device("src", src)
-        check_uint32("dst_batch_index", dst_batch_index)
-        check_uint32("src_batch_index", src_batch_index)
-        check_uint64("offset", offset)
-        check_int64("size", size)
-        check(size == -1 or size > 0, f"size must be -1 or above 0, got {size}")
-        if req_id is not None:
-            check_uint64("req_id", req_id)
+        check_copied_row(dst_batch_index, src_batch_index, offset, size, req_id)
         with first_generation_errors("copy_cache"):
             self._engine.copy_row(
                 dst.cache_id, src.cache_id, dst_batch_index, src_batch_index, offset, size
@@ -259,12 +256,7 @@ class KvCacheManager:
         self._require_open()
         check_type("src", src, KvCache)
         check_type("dst", dst, KvCache)
-        src_blocks, dst_blocks = swap_pairs(src_to_dst)
-        check(
-            src.cache_desc.placement != dst.cache_desc.placement,
-            f"both caches are of placement {src.cache_desc.placement.name}, swap_blocks goes "
-            "between HOST and DEVICE",
-        )
+        src_blocks, dst_blocks = swap_pairs(src.cache_desc, dst.cache_desc, src_to_dst)
         with first_generation_errors("swap_blocks"):
             self._engine.move_blocks(_local(src), _local(dst), src_blocks, dst_blocks)
 
@@ -297,15 +289,11 @@ def _spec(cache_desc: CacheDesc) -> tuple[list[int], int, bool, bool, int]:
     )
 
 
-def _fields(key: CacheKey) -> _KeyFields:
-    return key.req_id, key.prefix_id, key.model_id
-
-
-def _last_of(keys: Sequence[CacheKey]) -> list[_KeyFields]:
+def _last_of(keys: Sequence[CacheKey]) -> list[KeyFields]:
     """Rows whose key is given again further on become rows without a key."""
     last = {_identity(key): row for row, key in enumerate(keys)}
     return [
-        _fields(key) if last[_identity(key)] == row else _NO_KEY for row, key in enumerate(keys)
+        key_fields(key) if last[_identity(key)] == row else _NO_KEY for row, key in enumerate(keys)
     ]
 
 

@@ -2,16 +2,18 @@
 
 Active only after ``install`` and only where torch_npu is not installed. torch itself is imported
 when the script does it. A tensor "on the NPU" is a copy in host memory; ``cpu()`` copies it back,
-because a script expects its CPU copy to stay as it was when it pulls into the other one.
+because a script expects its CPU copy to stay as it was when it pulls into the other one. Where a
+device can be named, "npu" and "npu:1" mean host memory.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.abc
 import importlib.util
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
@@ -74,12 +76,56 @@ class _TorchNpuLoader(importlib.abc.Loader):
         module.npu = importlib.import_module("torch").npu  # type: ignore[attr-defined]
 
 
+# Functions of torch that make a tensor on a device.
+_FACTORIES = (
+    *("arange", "as_tensor", "empty", "empty_like", "eye", "full", "full_like", "linspace"),
+    *("ones", "ones_like", "rand", "rand_like", "randint", "randint_like", "randn", "randn_like"),
+    *("randperm", "tensor", "zeros", "zeros_like"),
+)
+
+
 def _add_names(torch: Any) -> None:
     npu = _HostNpu()
+    # Without a name for its extension point torch cannot read torch.device("npu").
+    torch.utils.rename_privateuse1_backend("npu")
     sys.modules["torch.npu"] = npu
     torch.npu = npu
+    for name in _FACTORIES:
+        setattr(torch, name, _on_host(getattr(torch, name)))
+    torch.Tensor.to = _moved_to_host(torch.Tensor.to)
     torch.Tensor.npu = _to_npu
     torch.Tensor.cpu = _to_cpu
+
+
+def _is_npu(device: object) -> bool:
+    kind = device if isinstance(device, str) else getattr(device, "type", "")
+    return isinstance(kind, str) and kind.partition(":")[0] == "npu"
+
+
+def _on_host(factory: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(factory)
+    def make(*args: Any, **kwargs: Any) -> Any:
+        if _is_npu(kwargs.get("device")):
+            kwargs["device"] = "cpu"
+        return factory(*args, **kwargs)
+
+    return make
+
+
+def _moved_to_host(to: Callable[..., Any]) -> Callable[..., Any]:
+    """A move to the NPU is a copy, as ``npu()`` is."""
+
+    @functools.wraps(to)
+    def move(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        if not (_is_npu(kwargs.get("device")) or (args and _is_npu(args[0]))):
+            return to(tensor, *args, **kwargs)
+        if "device" in kwargs:
+            kwargs["device"] = "cpu"
+        else:
+            args = ("cpu", *args[1:])
+        return to(tensor, *args, **{**kwargs, "copy": True})
+
+    return move
 
 
 def _to_npu(tensor: Any, device: object = None, non_blocking: bool = False) -> Any:

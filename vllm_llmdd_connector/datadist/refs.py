@@ -9,6 +9,7 @@ from typing import Any
 
 from vllm_llmdd_connector.datadist.checks import (
     check,
+    check_int64,
     check_range,
     check_type,
     check_uint32,
@@ -20,16 +21,22 @@ from vllm_llmdd_connector.datadist.keys import (
     CacheKey,
     CacheKeyByIdAndIndex,
 )
+from vllm_llmdd_connector.datadist.types import CacheDesc
 
 __all__ = [
     "AnyKey",
+    "KeyFields",
     "LayerOptions",
     "Range",
     "Ref",
     "check_cache_key",
+    "check_copied_row",
     "check_per_layer",
+    "check_row",
     "copy_pairs",
+    "key_fields",
     "layer_options",
+    "model_id_of",
     "ref_of",
     "swap_pairs",
 ]
@@ -40,6 +47,7 @@ AnyKey = CacheKey | CacheKeyByIdAndIndex | BlocksCacheKey
 Range = tuple[int, int] | None
 Ref = tuple[int, int, int, int]
 LayerOptions = tuple[Range, Range, int]
+KeyFields = tuple[int, int, int]
 BlockPairs = tuple["array[int]", "array[int]"]
 
 # KeyKind of csrc/model/cache_key.h.
@@ -54,6 +62,42 @@ def check_cache_key(cache_key: CacheKey) -> None:
         (cache_key.req_id == INVALID_ID) != (cache_key.prefix_id == INVALID_ID),
         f"exactly one of req_id and prefix_id must be valid in {cache_key}",
     )
+
+
+def key_fields(cache_key: CacheKey) -> KeyFields:
+    """What a row is bound to: request, prefix and model id."""
+    return cache_key.req_id, cache_key.prefix_id, cache_key.model_id
+
+
+def model_id_of(blocks_cache_key: BlocksCacheKey | None) -> int | None:
+    """What a blocks cache is bound to, if to anything."""
+    if blocks_cache_key is None:
+        return None
+    check_type("blocks_cache_key", blocks_cache_key, BlocksCacheKey)
+    return blocks_cache_key.model_id & _MASK
+
+
+def check_row(batch_index: int, size: int) -> None:
+    """Destination row of a pull, and how many bytes: -1 for all of it."""
+    check_uint32("batch_index", batch_index)
+    _check_size(size)
+
+
+def check_copied_row(
+    dst_batch_index: int, src_batch_index: int, offset: int, size: int, req_id: int | None
+) -> None:
+    """Arguments of ``copy_cache`` besides its caches."""
+    check_uint32("dst_batch_index", dst_batch_index)
+    check_uint32("src_batch_index", src_batch_index)
+    check_uint64("offset", offset)
+    _check_size(size)
+    if req_id is not None:
+        check_uint64("req_id", req_id)
+
+
+def _check_size(size: int) -> None:
+    check_int64("size", size)
+    check(size == -1 or size > 0, f"size must be -1 or above 0, got {size}")
 
 
 def ref_of(key: AnyKey) -> Ref:
@@ -99,13 +143,18 @@ def copy_pairs(copy_block_info: Mapping[int, Sequence[int]]) -> BlockPairs:
     return src, dst
 
 
-def swap_pairs(src_to_dst: Mapping[int, int]) -> BlockPairs:
-    """Source and destination blocks of ``{source: destination}``."""
+def swap_pairs(src: CacheDesc, dst: CacheDesc, src_to_dst: Mapping[int, int]) -> BlockPairs:
+    """Source and destination blocks of ``{source: destination}``, of host and device memory."""
     check_type("src_to_dst", src_to_dst, dict)
-    src, dst = array("Q"), array("Q")
+    src_blocks, dst_blocks = array("Q"), array("Q")
     for source, destination in src_to_dst.items():
         check_uint64("src_to_dst key", source)
         check_uint64("src_to_dst value", destination)
-        src.append(source)
-        dst.append(destination)
-    return src, dst
+        src_blocks.append(source)
+        dst_blocks.append(destination)
+    check(
+        src.placement != dst.placement,
+        f"both caches are of placement {src.placement.name}, swap_blocks goes between HOST and "
+        "DEVICE",
+    )
+    return src_blocks, dst_blocks

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
 from typing import Any
 
-from vllm_llmdd_connector.datadist import npu_names, vendor_names
+from vllm_llmdd_connector.datadist import hccn_tool, npu_names, vendor_names
 
 __all__ = ["ScriptError", "run_script"]
 
@@ -29,6 +29,7 @@ def run_script(path: str, arguments: Sequence[str]) -> None:
     source = _read(path)
     vendor_names.install()
     npu_names.install()
+    hccn_tool.install()
     main = ModuleType("__main__")
     main.__file__ = path
     sys.modules["__main__"] = main

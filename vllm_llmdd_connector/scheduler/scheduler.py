@@ -86,7 +86,6 @@ class SchedulerConnector:
                 self._stats,
             )
             self._callers = Callers(config, self._server.port, self._producer, self._stats)
-
             if self._recorder is not None:
                 block_sizes = [group.block_size for group in self._groups]
                 self._producer_trace = ProducerTrace(self._recorder, block_sizes, self._transferred)

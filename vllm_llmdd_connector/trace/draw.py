@@ -6,7 +6,6 @@ from the start of its push, or of the pull, to its arrival.
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import matplotlib
 
@@ -22,10 +21,8 @@ from vllm_llmdd_connector.trace.summary import number, percent, summarize
 MAX_REQUESTS = 8
 """Of one picture; more could not be read."""
 
-_STRIP = 0.13
+_STRIP = 0.1
 """Height of one of D's moments' names, as a share of the layers' height."""
-_BAR: dict[str, Any] = {"height": 0.8, "linewidth": 0.8, "edgecolor": "face"}
-"""The edge keeps a bar visible that is shorter than a pixel."""
 _COMPUTED, _EARLY, _LATE, _EXPOSED = "#4c72b0", "#55a868", "#dd8452", "#c44e52"
 _MOMENTS = {
     "admitted": "request at D",
@@ -42,9 +39,9 @@ def draw(requests: Sequence[Request], path: Path) -> int:
     figure, axes = plt.subplots(
         2 * len(shown),
         1,
-        figsize=(12, 4.6 * len(shown) + 0.6),
+        figsize=(12, 5.4 * len(shown) + 0.6),
         squeeze=False,
-        gridspec_kw={"hspace": 0.0},
+        height_ratios=[1.0, 1.5] * len(shown),  # D's lane has the names of its moments, too
         layout="constrained",
     )
     try:
@@ -95,13 +92,7 @@ def _draw_steps(request: Request, lane: Axes, layers: dict[Layer, int], zero_ns:
     for step in request.steps:
         before_ns = step.begin_ns
         for layer, at_ns in sorted(step.computed.items(), key=lambda item: item[1]):
-            lane.barh(
-                layers[layer],
-                _ms(at_ns, before_ns),
-                left=_ms(before_ns, zero_ns),
-                color=_COMPUTED,
-                **_BAR,
-            )
+            _draw_bar(lane, layers[layer], _ms(before_ns, zero_ns), _ms(at_ns, zero_ns), _COMPUTED)
             before_ns = at_ns
 
 
@@ -109,14 +100,15 @@ def _draw_copies(request: Request, lane: Axes, layers: dict[Layer, int], zero_ns
     last_ns = request.last_computed_ns
     for copy in request.copies:
         is_early = last_ns is not None and copy.end_ns <= last_ns
+        begin_ms, end_ms = _ms(copy.begin_ns, zero_ns), _ms(copy.end_ns, zero_ns)
         for layer in copy.layers:
-            lane.barh(
-                layers[layer],
-                _ms(copy.end_ns, copy.begin_ns),
-                left=_ms(copy.begin_ns, zero_ns),
-                color=_EARLY if is_early else _LATE,
-                **_BAR,
-            )
+            _draw_bar(lane, layers[layer], begin_ms, end_ms, _EARLY if is_early else _LATE)
+
+
+def _draw_bar(lane: Axes, row: int, begin_ms: float, end_ms: float, color: str) -> None:
+    """With an edge, which is seen even where the bar is shorter than a pixel."""
+    length = end_ms - begin_ms
+    lane.barh(row, length, left=begin_ms, height=0.8, color=color, edgecolor=color, linewidth=0.8)
 
 
 def _draw_moments(

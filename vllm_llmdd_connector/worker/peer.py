@@ -383,6 +383,7 @@ class PeerThread:
 
     def _succeed(self, transfer: _Transfer) -> None:
         context, job = self._context, transfer.job
+        context.trace.event("arrival", **_names_of(job))
         num_bytes = num_blocks = 0
         for plan, dst_blocks, first in self._arrived(job):
             num_bytes += len(dst_blocks) * plan.block_len * len(plan.regions)
@@ -391,7 +392,6 @@ class PeerThread:
                     "recv", job.request_id, job.transfer_id, plan, first, dst_blocks
                 )
         num_blocks = sum(len(group.dst_blocks) for group in job.groups)
-        context.trace.event("arrival", **_names_of(job), bytes=num_bytes)
         context.stats.count("recv_bytes", num_bytes)
         context.stats.count("recv_blocks", num_blocks)
         context.stats.observe("recv_seconds", time.monotonic() - transfer.started_s)

@@ -192,7 +192,8 @@ class Pusher:
         if sender is None:
             sender = self._senders[message.cluster_id] = _Sender(message.cluster_id, self)
         for piece in pieces:
-            self._trace.event("queued", **_named(piece))
+            if self._trace is not NO_TRACE:
+                self._trace.event("queued", **_named(piece))
             sender.add(piece)
 
     def start(self, piece: _Piece) -> bool:

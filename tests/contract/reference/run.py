@@ -50,7 +50,7 @@ class Run:
         for side, cluster in self.sides.items():
             made = [made.id for made in self.world.made[side] if made.id != UNREGISTERED]
             names = {name for made in self.world.made[side] for name in made.desc.keys if name}
-            cluster.discard(made, [self.row_key(name, side) for name in names])
+            cluster.discard_caches(made, [self.row_key(name, side) for name in names])
 
     # What a call needs to name things.
 

@@ -1,0 +1,62 @@
+"""What the vendor's documentation forbids without refusing it."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+
+__all__ = ["Traffic", "Violation"]
+
+
+class Violation(BaseException):
+    """The caller did what the vendor's documentation forbids."""
+
+
+class Traffic:
+    """Which calls run and which links were made, over the whole process."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._busy: set[int] = set()
+        self._pushes = 0
+        self._alone = ""
+        self.linked: set[int] = set()
+
+    @contextlib.contextmanager
+    def on_link(self, what: str, cluster_id: int, push: bool = False) -> Iterator[None]:
+        with self._lock:
+            if cluster_id in self._busy:
+                raise Violation(f"{what} beside another call on the link to {cluster_id:x}")
+            if push and self._pushes:
+                raise Violation(f"{what} beside another transfer of this process")
+            self._busy.add(cluster_id)
+            self._pushes += push
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._busy.discard(cluster_id)
+                self._pushes -= push
+
+    @contextlib.contextmanager
+    def alone(self, what: str) -> Iterator[None]:
+        """First generation: the manager's calls exclude each other."""
+        with self._lock:
+            if self._alone:
+                raise Violation(f"{what} beside {self._alone}")
+            self._alone = what
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._alone = ""
+
+    def check_idle(self, what: str) -> None:
+        with self._lock:
+            if self._busy:
+                raise Violation(f"{what} beside calls on links {sorted(self._busy)}")
+
+    def check_unlinked(self) -> None:
+        if self.linked:
+            raise Violation("memory registered after a link was made: no peer will see it")

@@ -1,0 +1,149 @@
+"""Decode first between two scheduler sides in one process, with their real sockets and HTTP."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+from fakes.block_pool import FakeBlockPool
+from fakes.builders import make_endpoint, make_fingerprint, make_geometry
+from fakes.clock import wait_for
+from fakes.http_server import FakeMetaserver, serving
+from fakes.requests import make_request
+
+from vllm_llmdd_connector.config import ConnectorConfig
+from vllm_llmdd_connector.control.channel import Dialer
+from vllm_llmdd_connector.control.messages import Hello, Knock, raw_fingerprint
+from vllm_llmdd_connector.metadata import WorkerHandshake
+from vllm_llmdd_connector.scheduler import scheduler as module
+from vllm_llmdd_connector.scheduler.scheduler import SchedulerConnector
+
+PROMPT = list(range(40))
+
+
+def make_side(role: str, monkeypatch: pytest.MonkeyPatch) -> SchedulerConnector:
+    facts = msgspec.structs.asdict(make_fingerprint())
+    del facts["protocol_version"], facts["groups"]
+    monkeypatch.setattr(module, "model_facts", lambda vllm_config: facts)
+    config: Any = SimpleNamespace(
+        kv_transfer_config=SimpleNamespace(
+            engine_id=f"engine of {role}",
+            kv_role=role,
+            is_kv_producer=role == "kv_producer",
+            is_kv_consumer=role == "kv_consumer",
+        ),
+        parallel_config=SimpleNamespace(tensor_parallel_size=1, data_parallel_rank=0),
+    )
+    spec = type("FullAttentionSpec", (), {"block_size": 16})()
+    group = SimpleNamespace(kv_cache_spec=spec, layer_names=["layer0"])
+    cache: Any = SimpleNamespace(kv_cache_groups=[group], num_blocks=8)
+    side = SchedulerConnector(config, cache, ConnectorConfig(first_contact_timeout_s=20.0))
+    endpoint = make_endpoint() if role == "kv_producer" else None
+    side.set_handshake({0: WorkerHandshake(0, endpoint, (make_geometry(),), True)})
+    pool: Any = FakeBlockPool(8)
+    side.bind_block_pool(pool)
+    return side
+
+
+@pytest.fixture
+def p(monkeypatch: pytest.MonkeyPatch) -> Iterator[SchedulerConnector]:
+    side = make_side("kv_producer", monkeypatch)
+    yield side
+    side.shutdown()
+
+
+@pytest.fixture
+def d(monkeypatch: pytest.MonkeyPatch) -> Iterator[SchedulerConnector]:
+    side = make_side("kv_consumer", monkeypatch)
+    yield side
+    side.shutdown()
+
+
+@pytest.fixture
+def metaserver() -> Iterator[FakeMetaserver]:
+    with serving() as fake:
+        yield fake
+
+
+def ask(d: SchedulerConnector, url: str) -> Any:
+    params = {"do_remote_prefill": True, "do_remote_decode": False, "metaserver": url}
+    request = make_request("cmpl-a-0-0123abcd", PROMPT, params)
+    d.on_new_request(request)
+    return request
+
+
+def test_d_is_invited_by_the_p_that_the_metaserver_chose(
+    p: SchedulerConnector, d: SchedulerConnector, metaserver: FakeMetaserver
+) -> None:
+    """vLLM's hooks of P run on one thread; here it is the metaserver's."""
+    metaserver.hold = True
+    prefills: list[Any] = []
+
+    def prefill(params: dict[str, Any]) -> None:
+        prefills.append(make_request("cmpl-a-0-89abcdef", PROMPT, params))
+        p.on_new_request(prefills[-1])
+
+    metaserver.on_post = prefill
+    request = ask(d, metaserver.url)
+
+    def is_invited() -> bool:
+        if prefills:
+            p.get_num_new_matched_tokens(prefills[0], 0)
+        return d.get_num_new_matched_tokens(request, 0) == (39, True)
+
+    wait_for(is_invited, "P's invitation")
+    assert metaserver.bodies[0]["request_id"] == "cmpl-a-0"
+    assert metaserver.bodies[0]["remote_engine_id"] == "engine of kv_consumer"
+
+
+def test_a_metaserver_that_refuses_ends_ds_wait(
+    d: SchedulerConnector, metaserver: FakeMetaserver
+) -> None:
+    metaserver.status = 502
+    request = ask(d, metaserver.url)
+    wait_for(lambda: d.get_num_new_matched_tokens(request, 0) == (0, False), "the local prefill")
+    stats = d.take_stats()
+    assert stats is not None
+    assert stats.data["failures"] == {"metaserver": 1}
+
+
+def test_what_is_not_for_a_d_is_dropped_and_counted(
+    d: SchedulerConnector, metaserver: FakeMetaserver
+) -> None:
+    metaserver.hold = True
+    ask(d, metaserver.url)
+    wait_for(lambda: metaserver.bodies, "the post")
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    dialer = Dialer(context, "127.0.0.1", metaserver.bodies[0]["remote_port"])
+    hello = Hello(version=1, fingerprint=raw_fingerprint(make_fingerprint()))
+    dialer.send([hello, Knock(transfer_id="guessed", host="127.0.0.1", port=1)])
+    counted: list[Any] = []
+
+    def is_counted() -> bool:
+        stats = d.take_stats()
+        counted.extend(stats.data["counts"].items() if stats else ())
+        return bool(counted)
+
+    wait_for(is_counted, "the count")
+    dialer.close()
+    context.term()
+    assert counted == [("junk_messages", 1)]
+
+
+def test_shutdown_ends_every_thread(
+    p: SchedulerConnector, d: SchedulerConnector, metaserver: FakeMetaserver
+) -> None:
+    metaserver.hold = True
+    metaserver.on_post = lambda params: p.on_new_request(make_request("r", PROMPT, params))
+    ask(d, metaserver.url)
+    ours = {"llmdd-knock", "llmdd-metaserver", "llmdd-control-server", "llmdd-control"}
+    wait_for(lambda: ours <= {t.name for t in threading.enumerate()}, "all threads")
+    for side in (p, d):
+        side.shutdown()
+        side.shutdown()
+    assert not ours & {t.name for t in threading.enumerate()}
