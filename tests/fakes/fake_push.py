@@ -151,6 +151,9 @@ class PushNetwork:
         """By token; closed ones stay."""
         self.pushes: list[PushCall] = []
         self.layer_copies: list[LayerCopy] = []
+        self.early_copies: dict[int, list[str]] = {}
+        """By token. A violation when P then says ``Done``: what a preempted prompt still had under
+        way may read blocks that are another's by now, and counts for nothing."""
         self.watches: dict[int, Watch] = {}
         """By cluster id."""
         self.tokens = itertools.count(1)
@@ -344,6 +347,7 @@ class PushSide:
         ours = network.watches.get(call.local_cluster_id)
         theirs = network.watches.get(call.remote_cluster_id)
         if ours is not None and ours.is_unwritten(from_address, length):
-            network.violations.append(f"layer {layer} left before it was computed: {call}")
+            text = f"layer {layer} left before it was computed: {call}"
+            network.early_copies.setdefault(call.token, []).append(text)
         if theirs is not None and theirs.is_free(target):
             network.violations.append(f"block {target} was written, but is nobody's: {call}")

@@ -90,6 +90,7 @@ class PushJournal:
         self.dones.append(done)
         reserve = next(r for r in self.reserves if r.reservation == done.reservation)
         for cache in reserve.tokens:
+            self._network.violations += self._network.early_copies.pop(cache.token, [])
             self._check(done, reserve, self._network.reservations[cache.token])
         return done
 

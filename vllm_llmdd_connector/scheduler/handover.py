@@ -112,6 +112,8 @@ class HandoverTable:
         self._by_request: dict[str, Handover] = {}
         self._by_claim: dict[int, Handover] = {}
         self._admitted: dict[str, Handover] = {}
+        self._over: dict[int, None] = {}
+        """The last claims that were given up or have everything, the oldest first."""
         self._sweep_s = 0.0
 
     def __len__(self) -> int:
@@ -122,6 +124,9 @@ class HandoverTable:
 
     def announce(self, message: Announce, reply: Reply, now_s: float) -> Handover | None:
         """A D waits for this transfer. Returns its handover, or None if D is not taken on."""
+        if message.claim_id in self._over:
+            # D's workers use connections of their own, so their releases can overtake it.
+            return None
         handover = self._by_transfer.get(message.transfer_id)
         if self._by_claim.get(message.claim_id, handover) is not handover:
             return None
@@ -231,7 +236,7 @@ class HandoverTable:
         if handover is None:
             return None
         if handover.suitors.pop(claim_id, None) is not None:
-            self._by_claim.pop(claim_id, None)
+            self._forget_claim(claim_id)
         handover.was_dropped = not handover.suitors
         if handover.was_dropped and handover.state is HandoverState.AWAITED:
             self.end(handover, "")
@@ -243,10 +248,16 @@ class HandoverTable:
         self._by_request.pop(handover.request_id, None)
         self._admitted.pop(handover.request_id, None)
         for suitor in handover.suitors.values():
-            self._by_claim.pop(suitor.claim_id, None)
+            self._forget_claim(suitor.claim_id)
             if reason:
                 suitor.reply(Gone(claim_id=suitor.claim_id, reason=reason))
         handover.suitors.clear()
+
+    def _forget_claim(self, claim_id: int) -> None:
+        self._by_claim.pop(claim_id, None)
+        self._over[claim_id] = None
+        if len(self._over) > MAX_HANDOVERS:
+            del self._over[next(iter(self._over))]
 
     def sweep(self, now_s: float) -> None:
         """Forget D's that have fallen silent; every ``SWEEP_S`` at most."""
