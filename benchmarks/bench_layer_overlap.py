@@ -94,7 +94,8 @@ class Side:
 
     def __init__(self, shape: Shape, cluster_id: int, is_producer: bool) -> None:
         self.config = ConnectorConfig(sync_kv_timeout_ms=60_000)
-        num_blocks = -(-shape.max_tokens // BLOCK_TOKENS)
+        # One more, because vLLM never gives out block 0.
+        num_blocks = -(-shape.max_tokens // BLOCK_TOKENS) + 1
         self._memory: list[mmap.mmap] = []
         regions = []
         for layer in range(shape.layers):
@@ -146,7 +147,7 @@ def prefill(pusher: Pusher, steps: StepTrace | None, shape: Shape, case: Case) -
     while done < case.tokens:
         end = min(done + shape.chunk_tokens, case.tokens)
         first, last = -(-done // BLOCK_TOKENS), -(-end // BLOCK_TOKENS)
-        blocks = (tuple(range(first, last)),)
+        blocks = (tuple(range(first + 1, last + 1)),)
         chunk = PrefillChunk(f"t{case.number}", case.number, case.tokens, blocks, end)
         if steps is not None:
             steps.begin([chunk])
@@ -210,7 +211,7 @@ def confirm(message: AnyMessage, reply: Callable[[Message], None]) -> None:
 
 
 @contextmanager
-def peer(shape: Shape, trace_dir: str) -> Iterator[tuple[Connection, tuple[int, int, int]]]:
+def peer(shape: Shape, trace_dir: str = "") -> Iterator[tuple[Connection, tuple[int, int, int]]]:
     """P in a process of its own; the pipe to it, and its ports."""
     ours, theirs = Pipe()
     command = [sys.executable, str(Path(__file__)), "--worker", str(theirs.fileno())]
@@ -227,7 +228,7 @@ def peer(shape: Shape, trace_dir: str) -> Iterator[tuple[Connection, tuple[int, 
 class Decoder:
     """D: the thread that deals with P, and the wait for its reports."""
 
-    def __init__(self, shape: Shape, ports: tuple[int, int, int], trace_dir: str) -> None:
+    def __init__(self, shape: Shape, ports: tuple[int, int, int], trace_dir: str = "") -> None:
         engine_port, worker_port, self._scheduler_port = ports
         self._side = Side(shape, D_CLUSTER, is_producer=False)
         self._recorder = self._side.open_trace(trace_dir, "kv_consumer")
@@ -293,7 +294,7 @@ class Decoder:
             self._recorder.close()
 
     def _job(self, request_id: str, case: Case) -> Job:
-        blocks = list(range(case.num_blocks))
+        blocks = list(range(1, case.num_blocks + 1))
         common = {
             "request_id": request_id,
             "transfer_id": f"t{case.number}",

@@ -28,6 +28,7 @@ from vllm_llmdd_connector.layout.kv_layout import CachePlan
 from vllm_llmdd_connector.log import get_logger
 from vllm_llmdd_connector.metadata import PrefillChunk
 from vllm_llmdd_connector.metrics import TransferStats
+from vllm_llmdd_connector.scheduler.block_map import NULL_BLOCK
 from vllm_llmdd_connector.trace.recorder import NO_TRACE, Trace
 from vllm_llmdd_connector.worker.layer_events import LayerEvents
 from vllm_llmdd_connector.worker.push_plan import Order, PushPlan, Reply, Reservation
@@ -181,6 +182,10 @@ class Pusher:
 
     def _begin(self, order: Order) -> None:
         message = order.reservation.message
+        if NULL_BLOCK in order.src_blocks:
+            # vLLM keeps what D's window still reads; should it not, silence would be wrong KV.
+            self._tell_failed(order.reservation, "P has dropped a block that is wanted")
+            return
         tokens = {token.model_id: token.token for token in message.tokens}
         pieces = [
             _Piece(order, plan, tokens[plan.model_id])
@@ -285,6 +290,16 @@ class Pusher:
         del self._senders[cluster_id]
 
 
+def _end_of(piece: _Piece) -> str:
+    """Wait for a transfer's end. What nobody foresaw fails it, and not the thread for all."""
+    assert piece.task is not None
+    try:
+        return piece.task.wait()
+    except Exception:
+        logger.exception("a push to cluster %x", piece.order.reservation.message.cluster_id)
+        return "an internal error"
+
+
 def _names_of(reservation: Reservation) -> dict[str, Any]:
     message = reservation.message
     return {
@@ -345,8 +360,7 @@ class _Sender:
             piece = self._next()
             if piece is None:
                 return
-            assert piece.task is not None
-            self._pusher.ended(piece, piece.task.wait())
+            self._pusher.ended(piece, _end_of(piece))
             self._pusher.record(piece)
             with self._changed:
                 self._started.popleft()
