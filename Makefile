@@ -30,10 +30,10 @@ demo: ## two vLLM servers and a proxy on this machine, checked prompt by prompt 
 	@$(SETUP) env project model
 	@$(BIN)/python examples/disaggregated_prefill/demo.py $(DEMO_ARGS)
 
-test: setup-tests ## every test, real servers included (10 min)
+test: setup-tests ## every test, real servers included (30 min)
 	@$(BIN)/python -m pytest tests $(PYTEST_ARGS)
 
-test-fast: setup-tests ## every test that starts no vLLM server (2 min)
+test-fast: setup-tests ## every test that starts no vLLM server (10 min)
 	@$(BIN)/python -m pytest tests -m "not e2e" $(PYTEST_ARGS)
 
 lint: ## ruff, mypy --strict, clang-format, all read-only
