@@ -129,7 +129,7 @@ class Consumer:
     def num_matched_tokens(
         self, request: "Request", num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """Tokens that P holds beyond D's local hit; None while P is to answer or others run first."""
+        """Tokens that P holds beyond D's local hit; None while P or other requests are awaited."""
         entry = self._known(request)
         if entry is None:
             return 0, False
