@@ -6,7 +6,7 @@ import threading
 from typing import Any
 
 import pytest
-from fakes.clock import FakeClock
+from fakes.clock import FakeClock, wait_for
 from fakes.fake_datadist import LLMStatusCode
 from harness import Result
 from pairs import MakePair, Pair, counts, prompt_of
@@ -235,3 +235,25 @@ class TestOneTransferIdAgain:
         assert extra["not_handed_over"] == 2
         pair.p_clock.advance(31)
         pair.finish()
+
+
+class TestShutdown:
+    @pytest.mark.parametrize("policy", POLICIES)
+    @pytest.mark.parametrize("side", ["p", "d"])
+    def test_while_a_push_is_under_way(self, make_pair: MakePair, policy: str, side: str) -> None:
+        """Its end comes when the worker has nobody left to tell."""
+        pair = make_pair(d={"load_failure_policy": policy})
+        faults = pair.push_faults()
+        faults.gate, faults.hold_at = threading.Event(), 1
+        prompt = prompt_of(70)
+        request_id = pair.push(prompt)
+        pair.run_until(faults.held.is_set)
+        (pusher,) = pair.pushers()
+        engine = pair.p if side == "p" else pair.d
+        engine.workers[0].connector.shutdown()
+        if side == "p":
+            assert_failed_by_policy(pair, prompt, pair.d.run(request_id)[0])
+        faults.gate.set()
+        wait_for(lambda: not pusher.num_under_way, "the end of the push")
+        assert pair.journal.dones == []
+        assert pair.network.open_reservations == []

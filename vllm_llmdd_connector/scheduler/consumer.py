@@ -46,6 +46,7 @@ from vllm_llmdd_connector.scheduler.admission import check_ticket, checked_metas
 from vllm_llmdd_connector.scheduler.block_map import NULL_BLOCK
 from vllm_llmdd_connector.scheduler.jobs import JobOrder, pull_job, receive_job
 from vllm_llmdd_connector.scheduler.summons import Answered, Knocked, SummonsTable
+from vllm_llmdd_connector.scheduler.turns import Turns
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -117,6 +118,7 @@ class Consumer:
         self._stats = stats
         self._requests: dict[str, ConsumerRequest] = {}
         self._by_claim: dict[int, ConsumerRequest] = {}
+        self._turns = Turns()
         self._jobs: list[Job] = []
         self._cancels: dict[str, str] = {}
 
@@ -127,7 +129,7 @@ class Consumer:
     def num_matched_tokens(
         self, request: "Request", num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """Tokens that P holds beyond D's local prefix hit; None while P's answer is awaited."""
+        """Tokens that P holds beyond D's local hit; None while P or other requests are awaited."""
         entry = self._known(request)
         if entry is None:
             return 0, False
@@ -138,6 +140,9 @@ class Consumer:
             # Its answer may still be on the way, and would be renewed for nobody.
             self._drop(entry)
             self._fall_back(entry, _stage(entry), "P did not answer in time")
+        if self._turns.must_pass(request.request_id):
+            return None, False
+        self._turns.on_asked(request.request_id)
         if entry.state is not RequestState.MATCHED:
             return 0, False
         entry.num_local_tokens = num_computed_tokens
@@ -151,6 +156,10 @@ class Consumer:
         entry = self._requests.get(request_id)
         return None if entry is None else entry.ticket.transfer_id
 
+    def on_placed(self, request_id: str) -> None:
+        """vLLM has all blocks that it needs for the request now."""
+        self._turns.on_placed(request_id)
+
     def is_open(self, request_id: str) -> bool:
         """Whether an allocation for this request still decides about its remote blocks."""
         entry = self._requests.get(request_id)
@@ -160,6 +169,7 @@ class Consumer:
         self, request_id: str, block_ids: Sequence[Sequence[int]], num_external_tokens: int
     ) -> None:
         """vLLM allocated blocks: fetch into them, or tell P that nothing is needed."""
+        self.on_placed(request_id)
         entry = self._requests.get(request_id)
         if entry is None or entry.state not in _OPEN:
             return
@@ -188,6 +198,7 @@ class Consumer:
         """Add this step's jobs and cancels to the step message."""
         if self._by_claim:
             self._apply_outcomes()
+        self._turns.end_step()
         step.jobs, self._jobs = self._jobs, []
         step.cancels, self._cancels = self._cancels, {}
 
@@ -208,6 +219,8 @@ class Consumer:
         """All ranks have reported these requests."""
         for request_id in request_ids:
             entry = self._requests.get(request_id)
+            if entry is not None:
+                self._turns.on_arrived(request_id)
             if entry is not None and entry.state is RequestState.RECEIVING:
                 entry.state = RequestState.READY
                 self._by_claim.pop(entry.claim_id, None)
@@ -215,6 +228,7 @@ class Consumer:
 
     def request_finished(self, request: "Request") -> None:
         """The request is over at D, normally or by an abort at any moment."""
+        self._turns.on_placed(request.request_id)
         entry = self._requests.pop(request.request_id, None)
         if entry is None:
             self._release_rejected(request)

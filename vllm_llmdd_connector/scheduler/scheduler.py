@@ -199,11 +199,15 @@ class SchedulerConnector:
     def update_state_after_alloc(
         self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int
     ) -> None:
-        if self._consumer is not None and self._consumer.is_open(request.request_id):
-            if self._consumer_trace is not None:
-                self._consumer_trace.on_allocated(request, num_external_tokens)
-            block_ids = self._transferred(blocks.get_block_ids())
-            self._consumer.on_allocated(request.request_id, block_ids, num_external_tokens)
+        if self._consumer is None:
+            return
+        if not self._consumer.is_open(request.request_id):
+            self._consumer.on_placed(request.request_id)
+            return
+        if self._consumer_trace is not None:
+            self._consumer_trace.on_allocated(request, num_external_tokens)
+        block_ids = self._transferred(blocks.get_block_ids())
+        self._consumer.on_allocated(request.request_id, block_ids, num_external_tokens)
 
     def loaded_group_ids(self) -> tuple[int, ...]:
         return tuple(group.group_id for group in self._groups)
