@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from contract.cluster import Cluster, block_pieces, moved
+from contract.cluster import Cluster
 from contract.engines import Restriction, refused_by_vendor
 from contract.errors import wait_until
+from contract.memory import block_pieces, moved
 from contract.peer import Peer
 
 pytestmark = refused_by_vendor(Restriction.REGISTER_FIRST)

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from contract.cluster import Cluster, Tensor
+from contract.cluster import Cluster
+from contract.memory import Tensor
 from contract.peer import Peer
 from contract.reference.lifetimes import Create
 from contract.reference.tables import PAGE, UNREGISTERED, Codes, Descriptor, RowName, Tables

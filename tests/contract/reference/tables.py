@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from contract.cluster import pattern
+from contract.memory import pattern
 
 INVALID = "LLM_PARAM_INVALID"
 MISSING = "LLM_KV_CACHE_NOT_EXIST"

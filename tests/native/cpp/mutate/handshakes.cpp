@@ -79,7 +79,8 @@ std::string try_handshake(Random& random) {
     if (listens) {
       std::optional<uint64_t> claimed;
       ListenerActions actions{[](Greeted) { LLMDD_CHECK(!"a script is no peer"); },
-                              [](uint64_t) { throw Error(Status::kNotYetLink, "no link yet"); }};
+                              [](uint64_t) { throw Error(Status::kNotYetLink, "no link yet"); },
+                              nullptr};
       greet_dialer(self, prober, std::move(stream), stop.fd(), claimed, actions);
     } else {
       WaitLimit limit{Deadline::after_ms(kLongMs), stop.fd()};
