@@ -130,7 +130,8 @@ def test_chat_completion_arrives_whole(pair: Pair) -> None:
 
 
 def test_64_requests_at_once_through_the_proxy_all_arrive(pair: Pair, servers: Servers) -> None:
-    proxy = servers.start(ProxySpec("proxy", [pair.prefill_server.url], [pair.decode_server.url]))
+    urls = [pair.prefill_server.url], [pair.decode_server.url]
+    proxy = servers.start(ProxySpec("proxy", *urls, arguments=("--flow", "pull")))
     servers.wait_ready()
     bodies = [
         {"prompt": prompt_of(20 + 4 * i, 100 + i), "max_tokens": 4, "logprobs": 2}

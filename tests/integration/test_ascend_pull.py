@@ -109,7 +109,7 @@ def test_blocks_arrive_byte_exact_and_a_killed_peer_s_successor_is_served(
 ) -> None:
     p = make_p()
     job, late = p.call("hold", 1), p.call("hold", 2)
-    d.step(pulls=[job])
+    d.step(jobs=[job])
     run(d, "d1")
     assert d.received == {"d1"}
     expected = torch.arange(8, dtype=torch.uint8)[:, None].repeat(1, 64)
@@ -118,13 +118,13 @@ def test_blocks_arrive_byte_exact_and_a_killed_peer_s_successor_is_served(
         assert torch.equal(cache, expected)
     assert p.call("num_leases") == 1
     p.kill()
-    d.step(pulls=[late])
+    d.step(jobs=[late])
     run(d, "d2")
     assert d.failed == {"d2"}
     successor = make_p()
     for cache in d.caches.values():
         cache.zero_()
-    d.step(pulls=[successor.call("hold", 3)])
+    d.step(jobs=[successor.call("hold", 3)])
     run(d, "d3")
     assert d.received == {"d1", "d3"}
     assert d.blocks() == [[0, 0, 0, 0, 102, 101, 0, 0]] * 2
@@ -142,10 +142,10 @@ def test_silent_and_absent_listeners_end_in_sentences(
     ):
         job = p.call("hold", claim_id)
         wrong = msgspec.structs.replace(p.endpoint, engine_port=port, cluster_id=claim_id)
-        d.step(pulls=[dataclasses.replace(job, workers=(wrong,))])
+        d.step(jobs=[dataclasses.replace(job, workers=(wrong,))])
         run(d, f"d{claim_id}")
         assert sentence in d.report.failed[f"d{claim_id}"]
-    d.step(pulls=[p.call("hold", 13)])
+    d.step(jobs=[p.call("hold", 13)])
     run(d, "d13")
     assert d.received == {"d13"}
 
