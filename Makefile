@@ -15,7 +15,7 @@ PYTEST_ARGS ?=
 DEMO_ARGS ?=
 FUZZ_SECONDS ?= 300
 
-.PHONY: help setup setup-tests demo test test-fast lint format asan tsan fuzz cycles bench clean distclean
+.PHONY: help setup setup-tests demo test test-fast test-slow lint format asan tsan fuzz cycles bench clean distclean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -30,11 +30,14 @@ demo: ## two vLLM servers and a proxy on this machine, checked prompt by prompt 
 	@$(SETUP) env project model
 	@$(BIN)/python examples/disaggregated_prefill/demo.py $(DEMO_ARGS)
 
-test: setup-tests ## every test, real servers included (30 min)
-	@$(BIN)/python -m pytest tests $(PYTEST_ARGS)
+test: setup-tests ## the tests, real servers included (25 min)
+	@$(BIN)/python -m pytest tests -m "not slow" $(PYTEST_ARGS)
+
+test-slow: setup-tests ## faults of real servers while P pushes, and decode first (10 min)
+	@$(BIN)/python -m pytest tests/e2e -m slow $(PYTEST_ARGS)
 
 test-fast: setup-tests ## every test that starts no vLLM server (10 min)
-	@$(BIN)/python -m pytest tests -m "not e2e" $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest tests -m "not e2e and not slow" $(PYTEST_ARGS)
 
 lint: ## ruff, mypy --strict, clang-format, all read-only
 	@$(SETUP) env project

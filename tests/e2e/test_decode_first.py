@@ -29,6 +29,8 @@ from servers import ProxySpec, Server, Servers
 BLOCK_SIZE = 128
 OPTIONS = {"first_contact_timeout_s": 20, "metaserver_timeout_s": 60}
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def pair(start_pair: Callable[..., Pair], tiny_model: Path) -> Pair:

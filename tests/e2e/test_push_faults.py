@@ -36,6 +36,8 @@ OPTIONS = {
     "max_lease_s": 60,
 }
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def pair(start_pair: Callable[..., Pair], model: Path) -> Pair:
