@@ -54,7 +54,7 @@ def test_prompt_of_any_length_arrives_whole(pair: Pair, num_tokens: int) -> None
 
 def test_32_at_once(pair: Pair) -> None:
     bodies = [
-        {"prompt": prompt_of(300, 100 + number), "max_tokens": 4, "logprobs": 2}
+        {"prompt": prompt_of(300, 1000 + number), "max_tokens": 4, "logprobs": 2}
         for number in range(32)
     ]
     with ThreadPoolExecutor(32) as pool:
