@@ -15,7 +15,7 @@ from contract.memory import block_pieces, moved
 
 class TestSlowCopy:
     def test_pull_over_its_time_ends_the_link(self, pair: Pair) -> None:
-        local, peer = pair(timeout_ms=100)
+        local, peer = pair(timeout_ms=1000)
         large_source(peer)
         pull = BackgroundPull(local)
         assert pull.status() == "LLM_TIMEOUT"
@@ -25,7 +25,7 @@ class TestSlowCopy:
 
     @remote_mode
     def test_push_over_its_time_ends_the_link(self, pair: Pair) -> None:
-        local, peer = pair(timeout_ms=100)
+        local, peer = pair(timeout_ms=1000)
         large_source(peer)
         cache = local.add_blocks(tensors=1, blocks=2, block_bytes=MIB)
         blocks = [0, 1] * 10_000
