@@ -47,3 +47,14 @@ def test_wait_that_raises_fails_its_transfer_only(
     second = side.wait_answers(2)[1]
     assert isinstance(second, Done)
     assert second.reservation == 2
+
+
+def test_reservation_of_a_prompt_whose_step_never_ended_is_answered(side: PushSide) -> None:
+    """It was taken without a word, and D waited for its deadline."""
+    side.begin(20, 4, 5)
+    side.begin(40, 6, transfer_id="other", production=8)
+    side.reserve()
+    (answer,) = side.wait_answers()
+    assert isinstance(answer, Failed)
+    assert "did not end" in answer.reason
+    assert side.tasks == []

@@ -40,6 +40,7 @@ MAX_STARTED = 16
 IDLE_S = 30.0
 """A D rank's thread ends after this long without work."""
 _WITHDRAWN = "LLM_KV_CACHE_NOT_EXIST"
+_NEVER_ENDED = "the forward that computes it did not end"
 
 
 class Task(Protocol):
@@ -129,7 +130,7 @@ class Pusher:
             if self._events.is_running:
                 # The last forward did not reach its end: what it should have computed is unknown.
                 for reservation in self._plan.void_step(self._events.generation):
-                    self._tell_failed(reservation, "the forward that computes it did not end")
+                    self._tell_failed(reservation, _NEVER_ENDED)
             self._events.begin()
             for chunk in chunks:
                 for order in self._plan.advance(chunk, self._events.generation):
@@ -166,6 +167,9 @@ class Pusher:
             problem = self._problem_of(message)
             if problem:
                 raise RemoteProtocolError(problem)
+            if self._plan.is_lost(message.transfer_id):
+                reply(_failed(message, _NEVER_ENDED))
+                return
             for order in self._plan.reserve(message, reply, self._clock()):
                 self._begin(order)
 
@@ -234,9 +238,7 @@ class Pusher:
             message.cluster_id,
             reason,
         )
-        reservation.reply(
-            Failed(transfer_id=message.transfer_id, reservation=message.reservation, reason=reason)
-        )
+        reservation.reply(_failed(message, reason))
 
     # A sender's thread
 
@@ -288,6 +290,10 @@ class Pusher:
     def gone(self, cluster_id: int) -> None:
         """A sender's thread is about to end; with the lock."""
         del self._senders[cluster_id]
+
+
+def _failed(message: Reserve, reason: str) -> Failed:
+    return Failed(transfer_id=message.transfer_id, reservation=message.reservation, reason=reason)
 
 
 def _end_of(piece: _Piece) -> str:

@@ -167,6 +167,11 @@ class PushPlan:
                 lost.extend(r for r in prefill.reservations.values() if not r.is_over)
         return lost
 
+    def is_lost(self, transfer_id: str) -> bool:
+        """Whether what P knows of a prompt comes from a step that never ended."""
+        prefill = self._by_transfer.get(transfer_id)
+        return prefill is not None and prefill.is_lost
+
     def is_done(self, reservation: Reservation) -> bool:
         """Whether all of it has arrived while the production was valid."""
         return not reservation.is_over and reservation.is_ordered and not reservation.num_open
