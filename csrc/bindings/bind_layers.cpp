@@ -97,6 +97,10 @@ void bind_engine_methods() {
       .def("transfer", &transfer, "src_cache_id"_a, "num_layers"_a, "tensors_per_layer"_a,
            "src_blocks"_a, "dst_blocks"_a, "dst_block_bytes"_a, "targets"_a, "gate"_a)
       .def(
+          "require_reservations",
+          [](PyEngine& self, int64_t cache_id) { self.get().require_reservations(cache_id); },
+          "cache_id"_a, ReleaseGil())
+      .def(
           "open_reservation",
           [](PyEngine& self, int64_t cache_id, const Blocks& blocks) {
             return self.get().open_reservation(cache_id, to_vector(blocks));

@@ -26,7 +26,8 @@ struct Cache {
   int64_t id = 0;
   CacheLayout layout;
   std::atomic<bool> closed{false};
-  int users = 0;  // guarded by the table's mutex
+  std::atomic<bool> reserved_only{false};  // peers write into reservations only
+  int users = 0;                           // guarded by the table's mutex
   // Of an allocated cache; a registered one has neither. The mutex guards the references, too.
   std::unique_ptr<PoolMemory> memory;
   std::optional<References> references;

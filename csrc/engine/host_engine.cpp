@@ -360,6 +360,11 @@ std::shared_ptr<LayerTask> HostEngine::transfer(LayerRequest request,
   return task;
 }
 
+void HostEngine::require_reservations(int64_t cache_id) {
+  Call call(*this);
+  caches_.get(cache_id)->reserved_only = true;
+}
+
 uint64_t HostEngine::open_reservation(int64_t cache_id, std::vector<uint64_t> blocks) {
   Call call(*this);
   return reservations_.open(caches_.get(cache_id), std::move(blocks));

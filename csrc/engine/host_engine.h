@@ -88,6 +88,8 @@ class HostEngine {
   // Starts a layer-wise transfer; `finalize` ends it.
   std::shared_ptr<LayerTask> transfer(LayerRequest request, std::shared_ptr<LayerGate> gate);
 
+  // From now on no push without a token writes into this cache.
+  void require_reservations(int64_t cache_id);
   uint64_t open_reservation(int64_t cache_id, std::vector<uint64_t> blocks);
   void close_reservation(uint64_t token);
 

@@ -4,8 +4,12 @@
 //   unlinked LINKED --forget()-> UNLINKED   one side asked for it
 //
 // The thread sleeps in poll(2) until the socket, the peer's pidfd or a wake-up says otherwise. API
-// threads send by themselves and wait for the thread to hand them their reply.
+// threads send by themselves. A short call looks for its reply on the socket for a moment before it
+// sleeps, and the thread looks for what follows a Resolve, because waking a thread can cost more
+// than the call; after that, the thread hands replies to the callers that sleep.
 #pragma once
+
+#include <sys/types.h>
 
 #include <atomic>
 #include <condition_variable>
@@ -72,10 +76,9 @@ class Link {
 
   // Sends a request and returns its reply. Throws Error: the peer's own for kFailure, kTimeout at
   // the deadline (the link fails then), kFailed when the link ends first.
-  Frame call(MessageType request, const Bytes& payload, const Deadline& deadline) {
-    return finish(start(request, payload), deadline);
-  }
-  // The two halves of `call`: the peer answers requests in the order they were sent.
+  Frame call(MessageType request, const Bytes& payload, const Deadline& deadline);
+  // The same in two halves, without the moment of looking: the peer answers requests in the order
+  // they were sent.
   Sent start(MessageType request, const Bytes& payload);
   Frame finish(const Sent& sent, const Deadline& deadline);
   void reply(MessageType type, uint64_t call_id, const Bytes& payload);
@@ -97,7 +100,13 @@ class Link {
   void run();
   void step();
   void receive();
-  void dispatch_frames();
+  // Both under receive_mutex_: reads once from the socket; takes the first whole frame.
+  ssize_t read_socket();
+  std::optional<Frame> take_frame();
+  bool reply_is_next() const;
+  void receive_replies();
+  void look_for_reply(const Pending& pending);
+  void look_for_request();
   void dispatch(Frame frame);
   void deliver(Frame frame);
   void send(const Bytes& frame);
@@ -128,7 +137,8 @@ class Link {
 
   mutable std::mutex send_mutex_;
   Bytes outgoing_;
-  Bytes incoming_;  // link thread only
+  std::mutex receive_mutex_;  // taken before mutex_
+  Bytes incoming_;
 };
 
 }  // namespace llmdd

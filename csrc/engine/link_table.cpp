@@ -68,6 +68,7 @@ void LinkTable::release(uint64_t cluster_id, uint64_t ticket) {
 void LinkTable::accept(const std::shared_ptr<Link>& link) {
   uint64_t cluster_id = link->cluster_id();
   std::lock_guard lock(mutex_);
+  retire_dead_locked();
   auto found = records_.find(cluster_id);
   if (found == records_.end()) {
     check_room_locked();
@@ -79,7 +80,19 @@ void LinkTable::accept(const std::shared_ptr<Link>& link) {
   } else if (found->second.confirmed && own_cluster_id_ < cluster_id) {
     throw_already("this process is completing its own link to the peer");
   }
-  records_[cluster_id] = Record{0, false, link};
+  records_[cluster_id] = Record{0, false, true, link};
+}
+
+void LinkTable::retire_dead_locked() {
+  for (auto it = records_.begin(); it != records_.end();) {
+    const Record& record = it->second;
+    if (record.accepted && !record.link->collective() && record.link->peer_ended()) {
+      retired_.push_back(record.link);
+      it = records_.erase(it);
+    } else {
+      ++it;
+    }
+  }
 }
 
 std::shared_ptr<Link> LinkTable::find(uint64_t cluster_id) const {

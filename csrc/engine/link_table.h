@@ -43,7 +43,9 @@ class LinkTable {
 
   // Files a link that the peer dialled. Throws Error(kAlreadyLink) when there is a live one, or
   // when both sides have confirmed their dials and ours is the one that stays (the lower cluster
-  // id's). A failed link of the same cluster is replaced: its peer has dialled anew.
+  // id's). A failed link of the same cluster is replaced: its peer has dialled anew. Links that a
+  // peer had dialled whose process has ended leave the table: nobody here would unlink them, and a
+  // restarted process is another cluster.
   void accept(const std::shared_ptr<Link>& link);
 
   // Throws Error(kNotYetLink).
@@ -65,6 +67,7 @@ class LinkTable {
   struct Record {
     uint64_t ticket = 0;  // of the dial in progress
     bool confirmed = false;
+    bool accepted = false;  // the peer dialled
     std::shared_ptr<Link> link;
   };
 
@@ -75,6 +78,7 @@ class LinkTable {
   void release(uint64_t cluster_id, uint64_t ticket);
   Record* reserved_locked(uint64_t cluster_id, uint64_t ticket);
   void check_room_locked() const;
+  void retire_dead_locked();
 
   const uint64_t own_cluster_id_;
   mutable std::mutex mutex_;

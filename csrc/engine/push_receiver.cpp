@@ -129,6 +129,9 @@ PushReceiver::Plan PushReceiver::plan_by_key(const Push& push,
   std::shared_ptr<Cache> cache = caches_.get(caches_.find(cache_only).cache->id);
   const CacheLayout& layout = cache->layout;
   if (!layout.remote_accessible) invalid("the destination cache is not remote accessible");
+  if (reservation == nullptr && cache->reserved_only) {
+    invalid("the destination cache takes pushes into its reservations only");
+  }
   if (reservation != nullptr && (reservation->cache != cache || !push.to_blocks)) {
     invalid("the token reserves blocks of cache " + std::to_string(reservation->cache->id));
   }

@@ -43,6 +43,7 @@ class Cluster(BulkMethods):
         pool: str = "",
         host_pool: str = "",
         link_time_s: int = 0,
+        backend: str | None = None,
     ) -> None:
         self.api: Any = import_engine(api)
         self.pending_links: list[Callable[[], None]] = []
@@ -55,6 +56,8 @@ class Cluster(BulkMethods):
         config.mem_pool_cfg = pool
         config.host_mem_pool_cfg = host_pool
         config.link_total_time = link_time_s
+        if backend is not None:
+            config.transfer_backend = backend
         self.datadist = self.api.LLMDataDist(self.api.LLMRole.MIX, cluster_id)
         self._listen_port = self._init(config, listen)
         self.caches: dict[int, Any] = {}
@@ -340,6 +343,9 @@ class Cluster(BulkMethods):
 
     def open_reservation(self, cache_id: int, blocks: Sequence[int]) -> int:
         return int(self.manager.open_reservation(self.caches[cache_id], blocks))
+
+    def require_reservations(self, cache_id: int) -> None:
+        self.manager.require_reservations(self.caches[cache_id])
 
     def close_reservation(self, token: int) -> None:
         self.manager.close_reservation(token)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from contract.cluster import Cluster
 from contract.engines import HOST_ENGINE, import_engine
-from contract.memory import Window, pattern
+from contract.memory import Tensor, Window, pattern
 
 
 class FirstCluster(Cluster):
@@ -65,9 +66,33 @@ class FirstCluster(Cluster):
     def deallocate(self, cache_id: int) -> None:
         self.manager.deallocate_cache(self.caches[cache_id])
 
-    def unlink_force(self, cluster_id: int, port: int) -> Any:
+    def cpu_cache(
+        self, tensors: int = 4, blocks: int = 16, block_bytes: int = 64, *, seed: int = 0
+    ) -> tuple[Any, list[Tensor]]:
+        memory = self._tensors(tensors, blocks * block_bytes, seed)
+        desc = self._desc(tensors, blocks, block_bytes, True)
+        return self.api.KvCache.create_cpu_cache(desc, [tensor.addr for tensor in memory]), memory
+
+    def discard_caches(self, cache_ids: Sequence[int], keys: Sequence[Any]) -> None:
+        for key in keys:
+            self.manager.remove_cache_key(key)
+        for cache_id in cache_ids:
+            cache = self.caches.pop(cache_id, None)
+            if cache is not None:
+                self.manager.deallocate_cache(cache)
+                del self.tensors[cache_id]
+        assert self.pool_used() == 0, "the pool holds memory of the model's caches"
+
+    def used_up_id(self) -> int:
+        desc = self.api.CacheDesc(1, [1, 1], self.api.DataType.DT_INT8)
+        cache = self.manager.allocate_cache(desc)
+        self.manager.deallocate_cache(cache)
+        return int(cache.cache_id)
+
+    def unlink_from(self, cluster_id: int, port: int, *, force: bool = False) -> Any:
+        """Named as it was linked, which this generation checks."""
         info = self._info(cluster_id, port)
-        return self.datadist.unlink_clusters([info], 20000, True)[1][0]
+        return self.datadist.unlink_clusters([info], 20000, force)[1][0]
 
     def drop(self, cache_id: int) -> None:
         """Let the cache object be collected."""

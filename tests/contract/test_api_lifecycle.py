@@ -14,6 +14,8 @@ import pytest
 from contract.cluster import Cluster, free_port
 from contract.engines import Restriction, is_vendor, refused_by_vendor
 from contract.errors import refused
+from contract.fixtures import MakePeer
+from contract.memory import Tensor
 
 
 @pytest.fixture
@@ -51,9 +53,26 @@ class TestBeforeInit:
             with pytest.raises(RuntimeError, match="llm datadist is not initialized"):
                 call()
 
-    def test_c18_finalize_is_harmless(self, fresh: Any) -> None:
+    def test_c18_finalize_is_harmless(self, api: Any, fresh: Any) -> None:
+        """Twice before init, and twice after it: each time init works and begins anew."""
         fresh.finalize()
         fresh.finalize()
+        with pytest.raises(RuntimeError, match="llm datadist is not initialized"):
+            _ = fresh.cache_manager
+        managers = []
+        for _ in range(2):
+            fresh.init(with_port({**V2, "llm.listenIpInfo": "127.0.0.1:0"}))
+            managers.append(fresh.cache_manager)
+            fresh.finalize()
+            fresh.finalize()
+        assert managers[0] is not managers[1]
+        for manager in managers:
+            with refused(api):
+                manager.unregister_cache(1)
+        assert fresh.cluster_id == 5
+        other = api.LLMDataDist(api.LLMRole.MIX, 6)
+        other.init(dict(V2))  # nothing is left of the first one, which would exclude another
+        other.finalize()
 
     def test_constructor_checks(self, api: Any) -> None:
         with pytest.raises(TypeError):
@@ -93,19 +112,95 @@ class TestInit:
             fresh.check_link_status(1)
 
     @pytest.mark.parametrize(
-        "options",
+        ("options", "is_remote"),
         [
-            {"llm.LocalCommRes": ""},
-            {**V2, "llm.SyncKvCacheWaitTime": "0"},
-            {**V2, "llm.somethingElse": "x"},
-            {**V2, "llm.MemPoolConfig": '{"memory_size": 1024, "page_shift": 16}'},
-            {**V2, "ge.exec.deviceId": "3"},
-            {**V2, "ge.flowGraphMemMaxSize": "1024"},
-            {**V2, "llm.TransferBackend": "hixl", "llm.listenIpInfo": "127.0.0.1:0"},
+            ({"llm.LocalCommRes": ""}, True),
+            ({"llm.LocalCommRes": "", "llm.EnableRemoteCacheAccessible": "0"}, False),
+            (V2, False),
+            ({**V2, "llm.EnableRemoteCacheAccessible": "1"}, True),
+            ({**V2, "llm.TransferBackend": "hixl", "llm.listenIpInfo": "127.0.0.1:0"}, True),
         ],
     )
-    def test_accepted_options(self, fresh: Any, options: dict[str, str]) -> None:
+    def test_accepted_options_choose_the_mode(
+        self, api: Any, fresh: Any, options: dict[str, str], is_remote: bool
+    ) -> None:
+        """A key of a request is for message mode only, a push for remote-access mode only."""
         fresh.init(with_port(options))
+        manager = fresh.cache_manager
+        memory = Tensor(64)
+        cache = manager.register_cache(
+            api.CacheDesc(1, [2, 32], api.DataType.DT_INT8), [memory.addr]
+        )
+        layers = {"tensor_num_per_layer": 1}
+        if is_remote:
+            with pytest.raises(TypeError):
+                manager.pull_cache(api.CacheKey(9, 1), cache, **layers)
+        else:
+            with refused(api, "LLM_NOT_YET_LINK"):
+                manager.pull_cache(api.CacheKey(9, 1), cache, **layers)
+        with refused(api, "LLM_NOT_YET_LINK" if is_remote else "LLM_PARAM_INVALID"):
+            manager.push_cache(api.CacheKeyByIdAndIndex(9, 1), cache, **layers)
+
+    def test_accepted_options_of_the_hixl_backend(self, api: Any, fresh: Any) -> None:
+        options = {**V2, "llm.TransferBackend": "hixl", "llm.listenIpInfo": "127.0.0.1:0"}
+        fresh.init(with_port(options))
+        with refused(api, "LLM_FEATURE_NOT_ENABLED"):
+            fresh.link("x", {5: 0, 6: 1}, "{}")
+
+    def test_accepted_options_of_a_pool(self, api: Any, fresh: Any) -> None:
+        """Two pages: a third tensor does not fit."""
+        fresh.init({**V2, "llm.MemPoolConfig": '{"memory_size": 2048, "page_shift": 10}'})
+        manager, kind = fresh.cache_manager, api.DataType.DT_INT8
+        cache = manager.allocate_cache(api.CacheDesc(2, [1, 8], kind))
+        assert len(cache.tensor_addrs) == 2
+        with refused(api, "LLM_OUT_OF_MEMORY"):
+            manager.allocate_cache(api.CacheDesc(1, [1, 8], kind))
+        host = api.CacheDesc(1, [1, 8], kind, api.Placement.HOST)
+        with refused(api, "LLM_FEATURE_NOT_ENABLED"):
+            manager.allocate_cache(host)
+
+    @pytest.mark.parametrize(
+        "option",
+        [
+            {"llm.SyncKvCacheWaitTime": "0"},
+            {"llm.somethingElse": "x"},
+            {"ge.exec.deviceId": "3"},
+            {"ge.flowGraphMemMaxSize": "1024"},
+        ],
+    )
+    def test_accepted_options_that_change_nothing(
+        self, api: Any, fresh: Any, option: dict[str, str]
+    ) -> None:
+        """A cache can be registered, none can be allocated, and nobody listens."""
+        fresh.init({**V2, **option})
+        memory = Tensor(64)
+        desc = api.CacheDesc(1, [2, 32], api.DataType.DT_INT8)
+        assert fresh.cache_manager.register_cache(desc, [memory.addr]).cache_id == 1
+        with refused(api, "LLM_FEATURE_NOT_ENABLED"):
+            fresh.cache_manager.allocate_cache(desc)
+        if not is_vendor(api):
+            assert fresh.listen_port == 0
+
+    def test_accepted_option_of_no_timeout_means_the_default(
+        self, api: Any, fresh: Any, make_peer: MakePeer
+    ) -> None:
+        """No pull would succeed in zero milliseconds."""
+        peer = make_peer(2)
+        source = peer.add_blocks(tensors=1, blocks=2, block_bytes=32, seed=100)
+        remote = {"llm.EnableRemoteCacheAccessible": "1"}
+        fresh.init({**V2, **remote, "llm.SyncKvCacheWaitTime": "0"})
+        memory = Tensor(64)
+        desc = api.CacheDesc(1, [2, 32], api.DataType.DT_INT8)
+        cache = fresh.cache_manager.register_blocks_cache(desc, [memory.addr])
+        info = api.LLMClusterInfo()
+        info.remote_cluster_id = 2
+        info.append_local_ip_info("127.0.0.1", 1)
+        info.append_remote_ip_info("127.0.0.1", peer.listen_port)
+        assert fresh.link_clusters([info], 20000)[0].name == "LLM_SUCCESS"
+        key = api.BlocksCacheKey(2)
+        fresh.cache_manager.pull_blocks(key, cache, [1], [0], tensor_num_per_layer=1)
+        assert memory.read() == peer.dump(source)[0][32:] + bytes(32)
+        fresh.unlink_clusters([info], 20000)
 
     @pytest.mark.parametrize(
         "options",

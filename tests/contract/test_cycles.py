@@ -1,6 +1,6 @@
 """Allocate, link, pull, unlink, free, again and again: memory, descriptors and threads stay.
 
-300 times here; `make cycles` does it 10,000 times.
+300 times here; `make cycles` does it 10,000 times, with either generation of the API.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from typing import Any
 from contract.cluster import Cluster
 from contract.engines import Restriction, refused_by_vendor
 from contract.errors import wait_until
+from contract.first_cluster import FirstCluster
+from contract.fixtures import MakeFirst, MakeLocal, MakePeer
 from contract.peer import Peer
 
 pytestmark = refused_by_vendor(Restriction.REGISTER_FIRST)
@@ -23,9 +25,10 @@ POOL = '{"memory_size": 1048576, "page_shift": 12}'
 MEMORY_KIB = 4096
 
 Side = Cluster | Peer
+Cycle = Callable[[int], None]
 
 
-def cycle(local: Cluster, peer: Peer, number: int) -> None:
+def pull(local: Cluster, peer: Peer, number: int, unlink: Callable[[bool], Any]) -> None:
     """Every second unlink is forced, so that the peer finds out by itself."""
     key = local.api.CacheKey(2, number)
     source = peer.allocate_rows(keys=[key], seed=number)
@@ -34,7 +37,7 @@ def cycle(local: Cluster, peer: Peer, number: int) -> None:
     local.pull_cache(key, target)
     row = slice(0, 256)
     assert [t[row] for t in local.dump(target)] == [t[row] for t in peer.dump(source)]
-    assert local.unlink(2, force=number % 2 == 0).name == "LLM_SUCCESS"
+    assert unlink(number % 2 == 0).name == "LLM_SUCCESS"
     for side, cache in ((local, target), (peer, source)):
         side.deallocate(cache)
         side.discard_caches([cache], [])
@@ -44,17 +47,14 @@ def descriptors_and_threads(sides: list[Any]) -> list[tuple[int, int]]:
     return [(side.descriptors(), side.native_threads()) for side in sides]
 
 
-def test_cycles_leave_nothing_behind(
-    make_local: Callable[..., Cluster], make_peer: Callable[..., Peer]
-) -> None:
-    local, peer = make_local(remote=False, pool=POOL), make_peer(2, remote=False, pool=POOL)
+def check_cycles(local: Cluster, peer: Peer, cycle: Cycle) -> None:
     sides: list[Any] = [local, peer]
     for number in range(WARM_UP):
-        cycle(local, peer, number)
+        cycle(number)
     before = descriptors_and_threads(sides)
     memory = [side.resident_kib() for side in sides]
     for number in range(WARM_UP, WARM_UP + CYCLES):
-        cycle(local, peer, number)
+        cycle(number)
 
     def settled() -> bool:
         # The peer joins the thread of its last link when the next one comes.
@@ -68,3 +68,28 @@ def test_cycles_leave_nothing_behind(
     for side, kib in zip(sides, memory, strict=True):
         assert side.resident_kib() < kib + MEMORY_KIB
         assert side.pool_used() == 0
+
+
+def test_cycles_leave_nothing_behind(make_local: MakeLocal, make_peer: MakePeer) -> None:
+    local, peer = make_local(remote=False, pool=POOL), make_peer(2, remote=False, pool=POOL)
+
+    def cycle(number: int) -> None:
+        pull(local, peer, number, lambda force: local.unlink(2, force=force))
+
+    check_cycles(local, peer, cycle)
+
+
+def test_cycles_of_the_first_generation_leave_nothing_behind(
+    make_first: MakeFirst, prompt: Peer
+) -> None:
+    """Half of the caches are given up, the others collected."""
+    local: FirstCluster = make_first()
+
+    def cycle(number: int) -> None:
+        def unlink(force: bool) -> Any:
+            return local.unlink_from(2, prompt.listen_port, force=force)
+
+        pull(local, prompt, number, unlink)
+        local.drop(local.allocate_blocks(seed=number))
+
+    check_cycles(local, prompt, cycle)

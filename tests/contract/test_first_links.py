@@ -152,8 +152,8 @@ class TestSwitchRole:
         address = {"llm.listenIpInfo": f"127.0.0.1:{free_port()}"}
         with refused(local.api, "LLM_EXIST_LINK"):
             local.switch_role(role.PROMPT, address)
-        assert local.unlink_force(2, peer.listen_port).name == "LLM_SUCCESS"
-        peer.unlink_force(1, 1)
+        assert local.unlink_from(2, peer.listen_port, force=True).name == "LLM_SUCCESS"
+        peer.unlink_from(1, 1, force=True)
         local.switch_role(role.PROMPT, address)
         peer.switch_role(role.DECODER)
         assert peer.link(1, local.port()).name == "LLM_SUCCESS"

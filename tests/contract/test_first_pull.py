@@ -110,7 +110,7 @@ class TestPull:
                 local.pull_cache(key, cache)
         finally:
             prompt.resume()
-        assert local.unlink_force(2, prompt.listen_port).name == "LLM_SUCCESS"
+        assert local.unlink_from(2, prompt.listen_port, force=True).name == "LLM_SUCCESS"
         assert local.link(2, prompt.listen_port).name == "LLM_SUCCESS"
         local.pull_cache(key, cache)
 

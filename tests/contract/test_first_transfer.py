@@ -110,7 +110,10 @@ def test_unlink_beside_a_running_transfer(linked: Linked) -> None:
 
 
 def test_pull_beside_a_running_transfer(linked: Linked) -> None:
-    """The peer pulls another row of the same cache between two layers."""
+    """The peer pulls another row of the same cache between two layers.
+
+    The vendor's answers LLM_LINK_BUSY if it finds the link in use: see ``test_link_sharing``.
+    """
     local, peer = linked
     source, target = local.allocate_rows(seed=100), peer.allocate_rows()
     before = peer.dump(target)

@@ -8,10 +8,12 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from contract.actions import pull_works
+from contract.cluster import Cluster
 from contract.engines import Restriction, refused_by_vendor
 from contract.errors import explains, refused
 from contract.fixtures import MakeLocal, MakePeer, Pair
 from contract.memory import block_pieces, moved
+from contract.peer import Peer
 
 
 class TestLinking:
@@ -238,3 +240,40 @@ class TestUnlinking:
             mine = local.unlink(2).name
             assert (mine, peer.result().name) == ("LLM_SUCCESS", "LLM_SUCCESS")
             assert local.link(2, peer.listen_port).name == "LLM_SUCCESS", local.link_error(2)
+
+
+class TestHixlBackend:
+    """Each side links before it transfers; the host engine has one link for both directions."""
+
+    @pytest.fixture
+    def sides(self, make_local: MakeLocal, make_peer: MakePeer) -> tuple[Cluster, Peer]:
+        return make_local(1, backend="hixl"), make_peer(2, backend="hixl")
+
+    def test_both_sides_link_and_a_second_time_is_one_too_many(
+        self, sides: tuple[Cluster, Peer]
+    ) -> None:
+        local, peer = sides
+        assert local.link(2, peer.listen_port).name == "LLM_SUCCESS"
+        assert local.link(2, peer.listen_port).name == "LLM_ALREADY_LINK"
+        assert peer.link(1, local.port()).name == "LLM_SUCCESS"
+        assert peer.link(1, local.port()).name == "LLM_ALREADY_LINK"
+        assert local.unlink(2).name == "LLM_SUCCESS"
+        assert peer.unlink(1).name == "LLM_SUCCESS"
+        assert peer.link(1, local.port()).name == "LLM_SUCCESS"
+        assert local.link(2, peer.listen_port).name == "LLM_SUCCESS"
+
+    def test_both_sides_link_at_once(self, sides: tuple[Cluster, Peer]) -> None:
+        local, peer = sides
+        for _ in range(30):
+            peer.start("link", 1, local.port())
+            assert local.link(2, peer.listen_port).name == "LLM_SUCCESS"
+            assert peer.result().name == "LLM_SUCCESS"
+            local.unlink(2, force=True)
+            peer.unlink(1, force=True)
+
+    def test_without_the_backend_the_second_side_is_linked_already(
+        self, make_local: MakeLocal, make_peer: MakePeer
+    ) -> None:
+        local, peer = make_local(1), make_peer(2)
+        assert local.link(2, peer.listen_port).name == "LLM_SUCCESS"
+        assert peer.link(1, local.port()).name == "LLM_ALREADY_LINK"

@@ -186,6 +186,31 @@ class TestReservations:
         with refused(local.api):
             local.transfer(recorder(local.api), rows, [by_key(local, 2, 7)])
 
+    def test_cache_that_requires_them_takes_no_other_push(self, pair: Pair) -> None:
+        """A peer by mistake named blocks of its own choice, and they were overwritten."""
+        local, peer = pair()
+        source, target = local.add_blocks(seed=100), peer.add_blocks()
+        peer.require_reservations(target)
+        before = peer.dump(target)
+        with refused(local.api):
+            local.push_blocks(local.api.BlocksCacheKey(2), source, [0], [0])
+        task = local.transfer(recorder(local.api), source, [by_key(local, 2)], [0], [0])
+        assert names(task) == ["LLM_PARAM_INVALID"]
+        assert peer.dump(target) == before
+        token = peer.open_reservation(target, [3])
+        local.push_blocks(local.api.BlocksCacheKey(2), source, [0], [0], token=token)
+        assert peer.dump(target) == moved(before, local.dump(source), block_pieces([0], [3], BLOCK))
+        local.pull_blocks(local.api.BlocksCacheKey(2), source, [3], [1])
+
+    def test_reservations_can_be_required_of_a_known_cache_only(self, pair: Pair) -> None:
+        local, _ = pair()
+        cache = local.add_blocks()
+        local.unregister(cache)
+        with refused(local.api, "LLM_KV_CACHE_NOT_EXIST"):
+            local.require_reservations(cache)
+        with pytest.raises(TypeError):
+            local.manager.require_reservations(7)
+
     def test_closing_waits_for_no_other_process(self, pair: Pair) -> None:
         local, peer = pair(timeout_ms=600_000)
         target = local.add_blocks()

@@ -14,7 +14,7 @@ import weakref
 import pytest
 
 from contract.actions import link_later, names
-from contract.engines import remote_mode
+from contract.engines import Restriction, refused_by_vendor, remote_mode
 from contract.errors import refused, wait_until
 from contract.fixtures import MakePeer, Pair
 from contract.layerwise import ROW, Held, recorder, rows_of
@@ -76,6 +76,7 @@ class TestDestinations:
         assert names(again) == ["LLM_SUCCESS"]
         assert peer.dump(target.cache_id) == sent
 
+    @refused_by_vendor(Restriction.IDLE_FINALIZE)
     def test_unlinked_in_the_middle(self, pair: Pair, remote: bool) -> None:
         local, peer = pair()
         target = rows_of(local.api, remote, 2, peer)
@@ -156,6 +157,7 @@ class TestSynchronizers:
         )
         assert names(task) == ["LLM_FAILED"]
 
+    @refused_by_vendor(Restriction.ONE_CALL_PER_LINK)
     def test_blocked_one_leaves_everything_else_running(self, pair: Pair, remote: bool) -> None:
         local, peer = pair()
         source, cache = local.add_rows(seed=100), local.add_rows()
@@ -229,6 +231,7 @@ class TestTasks:
         assert local.native_threads() <= before[1] + 1
         assert local.resident_kib() < before[2] + 4096
 
+    @refused_by_vendor(Restriction.ONE_CALL_PER_LINK)
     def test_several_at_once(self, pair: Pair, remote: bool) -> None:
         local, peer = pair()
         source = local.add_rows(tensors=8, rows=8, seed=100)
@@ -258,6 +261,7 @@ class TestTasks:
 
 
 class TestFinalize:
+    @refused_by_vendor(Restriction.IDLE_FINALIZE)
     def test_ends_a_running_transfer(self, pair: Pair, remote: bool) -> None:
         local, peer = pair()
         target = rows_of(local.api, remote, 2, peer)
@@ -278,6 +282,7 @@ class TestFinalize:
         with refused(local.api):
             manager.transfer_cache_async(local.caches[source], recorder(local.api), [])
 
+    @refused_by_vendor(Restriction.IDLE_FINALIZE)
     def test_does_not_wait_for_ever_for_a_synchronizer(self, pair: Pair, remote: bool) -> None:
         local, peer = pair()
         target = rows_of(local.api, remote, 2, peer)
@@ -291,6 +296,7 @@ class TestFinalize:
         held.release()
         assert names(task) == ["LLM_FAILED"]
 
+    @refused_by_vendor(Restriction.IDLE_FINALIZE)
     def test_while_a_stopped_destination_is_waited_for(self, pair: Pair, remote: bool) -> None:
         local, peer = pair(timeout_ms=600_000)
         target = rows_of(local.api, remote, 2, peer)

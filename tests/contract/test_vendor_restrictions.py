@@ -72,6 +72,7 @@ def test_no_extensions(api: Any, make_local: MakeLocal) -> None:
     assert not hasattr(api, "NativeLayerSynchronizer")
     manager = make_local().manager
     assert not hasattr(manager, "open_reservation")
+    assert not hasattr(manager, "require_reservations")
     assert not hasattr(manager, "close_reservation")
     calls: list[tuple[Callable[..., Any], str]] = [
         (manager.push_blocks, "token"),

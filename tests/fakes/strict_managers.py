@@ -201,15 +201,24 @@ class CacheManager:
         dst_block_indices: Sequence[int] | None = None,
         dst_block_memory_size: int | None = None,
     ) -> ours.CacheTask:
-        with opaque("transfer_cache_async"):
-            return self._inner.transfer_cache_async(
-                src_cache,
-                layer_synchronizer,
-                transfer_configs,
-                src_block_indices,
-                dst_block_indices,
-                dst_block_memory_size,
-            )
+        tasks: list[ours.CacheTask] = []
+
+        def start() -> Callable[[], bool]:
+            with opaque("transfer_cache_async"):
+                task = self._inner.transfer_cache_async(
+                    src_cache,
+                    layer_synchronizer,
+                    transfer_configs,
+                    src_block_indices,
+                    dst_block_indices,
+                    dst_block_memory_size,
+                )
+            tasks.append(task)
+            return lambda: task._task.wait(0)
+
+        clusters = [getattr(config, "dst_cluster_id", 0) for config in transfer_configs or ()]
+        self._traffic.transfer("transfer_cache_async", clusters, start)
+        return tasks[0]
 
 
 class KvCacheManager:

@@ -295,6 +295,20 @@ class TestNpuNames:
         assert (done.returncode, done.stdout) == (1, "begun\n")
         assert "The script needs torch, which is not installed here" in done.stderr
 
+    def test_processes_of_a_gloo_group_meet(self, script: Callable[[str], Path], port: int) -> None:
+        """A barrier asks for the accelerator, and the name ``npu`` alone made that an error."""
+        done = run(
+            script(
+                "import torch, torch.distributed as group\n"
+                f"address = 'tcp://127.0.0.1:{port}'\n"
+                "group.init_process_group('gloo', init_method=address, rank=0, world_size=1)\n"
+                "group.barrier()\n"
+                "group.destroy_process_group()\n"
+                "print('met')\n"
+            )
+        )
+        assert done.stdout == "met\n", done.stderr
+
 
 class TestDeviceAddresses:
     SCRIPT = (

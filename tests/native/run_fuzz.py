@@ -18,14 +18,20 @@ import time
 from run_mutations import run_mutations
 from sanitizer_build import ROOT
 
-MODEL_TESTS = ["test_reference.py", "test_transfer_random.py"]
+MODEL_TESTS = [
+    "contract/test_reference.py",
+    "contract/test_first_reference.py",
+    "contract/test_transfer_random.py",
+    "unit/test_meeting_random.py",
+    "unit/test_session.py",
+]
 FACTOR = "2"
 
 
 def run_model_tests(seconds: float) -> int:
     end = time.monotonic() + seconds
     command = [sys.executable, "-m", "pytest", "-q", "--timeout", "1800"]
-    command += [str(ROOT / "tests" / "contract" / name) for name in MODEL_TESTS]
+    command += [str(ROOT / "tests" / name) for name in MODEL_TESTS]
     environment = {**os.environ, "LLMDD_EXAMPLES_FACTOR": FACTOR}
     while True:
         status = subprocess.run(command, env=environment, cwd=ROOT).returncode

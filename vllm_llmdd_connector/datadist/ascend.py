@@ -14,12 +14,14 @@ from __future__ import annotations
 import contextlib
 import importlib
 import socket
-import threading
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from vllm_llmdd_connector.datadist.vendor_calls import LinksInUse, VendorCall
 from vllm_llmdd_connector.datadist.vendor_status import remedy
+from vllm_llmdd_connector.deadlines import LINK_MARGIN_MS
 from vllm_llmdd_connector.errors import ConfigError, LinkError, status_name
 from vllm_llmdd_connector.log import get_logger
 
@@ -36,8 +38,6 @@ MAX_ADDRESSES = 240
 ALIGNMENT = 2 << 20
 """Of an NPU tensor's address; HCCS needs it."""
 LISTEN_ATTEMPTS = 5
-LINK_MARGIN_MS = 2000
-"""Beyond ``link_timeout_ms``, which bounds only the connect inside the vendor's call."""
 
 _NAMES = (
     "BlocksCacheKey",
@@ -51,6 +51,7 @@ _NAMES = (
     "LLMStatusCode",
     "Placement",
 )
+_LAYER_NAMES = ("LayerSynchronizer", "TransferWithCacheKeyConfig")
 _OPTIONS = (
     "device_id",
     "enable_cache_manager",
@@ -99,12 +100,16 @@ class NpuFence:
         self._npu.set_device(self._device_index)
         self._event.synchronize()
 
+    def is_done(self) -> bool:
+        self._npu.set_device(self._device_index)
+        return bool(self._event.query())
+
 
 class AscendBackend:
     """The vendor's engine of one worker rank, for KV tensors on ``device``."""
 
     # A request of this mode has room for about 131,000 entries, two for each run of blocks.
-    max_blocks_per_pull = 32768
+    max_blocks_per_call = 32768
     has_reservations = False
 
     def __init__(self, config: ConnectorConfig, device: Any) -> None:
@@ -119,7 +124,16 @@ class AscendBackend:
             if self._device_index is None:
                 self._device_index = self._npu.current_device()
         self._datadist: Any = None
-        self._link_calls: dict[int, _Call] = {}
+        self._link_calls: dict[int, VendorCall] = {}
+        self._links = LinksInUse()
+        # Its checks refuse a source in host memory; those of push_blocks do not look at it.
+        self.can_transfer_layers = self._on_npu and all(
+            hasattr(self.api, name) for name in _LAYER_NAMES
+        )
+
+    @property
+    def can_push(self) -> bool:
+        return hasattr(self._datadist.cache_manager, "push_blocks")
 
     def check_plans(self, plans: Sequence[CachePlan]) -> None:
         """Refuse what the vendor would: addresses by number and by alignment."""
@@ -179,7 +193,7 @@ class AscendBackend:
                 "waits inside llm_datadist; see whether its process is stopped or another program "
                 "listens at its address"
             )
-        call = _Call(lambda: self._datadist.link_clusters([cluster], timeout_ms))
+        call = VendorCall(lambda: self._datadist.link_clusters([cluster], timeout_ms))
         self._link_calls[cluster_id] = call
         if not call.wait((timeout_ms + LINK_MARGIN_MS) / 1000):
             raise LinkError(
@@ -193,9 +207,11 @@ class AscendBackend:
 
     def unlink(self, cluster: Any) -> None:
         """This end only: the other one may be dead, and telling it has no bound."""
-        if not self._is_linking(cluster.remote_cluster_id):
-            timeout_ms = self._config.link_timeout_ms
-            self._datadist.unlink_clusters([cluster], timeout_ms, force=True)
+        cluster_id = cluster.remote_cluster_id
+        if self._is_linking(cluster_id):
+            return
+        with self._links.use(cluster_id):
+            self._datadist.unlink_clusters([cluster], self._config.link_timeout_ms, force=True)
 
     def link_error(self, status: Any, cluster_id: int) -> str:
         return remedy(status)
@@ -206,9 +222,48 @@ class AscendBackend:
     def record_fence(self) -> NpuFence | None:
         return NpuFence(self._npu, self._device_index) if self._on_npu else None
 
+    def on_link(self, cluster_id: int) -> AbstractContextManager[None]:
+        """Pulls, pushes and unlinking exclude each other on a link."""
+        return self._links.use(cluster_id)
+
+    def transfer_layers(
+        self,
+        src_cache: Any,
+        dst_key: Any,
+        num_layers: int,
+        src_blocks: list[int],
+        dst_blocks: list[int],
+        wait_for_layer: Callable[[int], bool],
+    ) -> tuple[int, Any]:
+        """Keeps clear of three faults of the package.
+
+        A destination range is read by the source's layer number, right only from layer 0 on: so
+        all layers, always. Results are stored by cluster, the last one for all of its configs: so
+        one config. A synchronizer that raises ends the package's thread without a word and with
+        success: so none raises, and only a result that is there counts.
+        """
+        layers = range(num_layers)
+        gate = _Gate(wait_for_layer)
+        task = self._datadist.cache_manager.transfer_cache_async(
+            src_cache,
+            gate.as_synchronizer(self.api),
+            [self.api.TransferWithCacheKeyConfig(dst_key, layers, layers)],
+            src_blocks,
+            dst_blocks,
+        )
+        status = task.synchronize()
+        (result,) = task.get_results()
+        if gate.refused is not None:
+            # It asks for a layer only when all those before it have arrived.
+            return gate.refused, self.api.LLMStatusCode.LLM_SUCCESS
+        if result is None:
+            status = self.api.LLMStatusCode.LLM_FAILED
+        return num_layers, status
+
     def stop(self) -> None:
         """Not beside a call that still waits inside the package: it may not be finalized then."""
-        if any(self._is_linking(cluster_id) for cluster_id in list(self._link_calls)):
+        is_linking = any(self._is_linking(cluster_id) for cluster_id in list(self._link_calls))
+        if is_linking or self._links.any_in_use():
             logger.warning("llm_datadist is not finalized: it still waits for a peer's answer")
             return
         self._datadist.finalize()
@@ -248,32 +303,31 @@ class AscendBackend:
         )
 
 
-class _Call:
-    """A call in a thread of its own, which may be abandoned."""
+class _Gate:
+    """A ``LayerSynchronizer`` that never raises, and remembers where it has said no."""
 
-    def __init__(self, function: Callable[[], Any]) -> None:
-        self._function = function
-        self._done = threading.Event()
-        self._value: Any = None
-        self._error: BaseException | None = None
-        threading.Thread(target=self._run, name="llmdd-vendor-link", daemon=True).start()
+    def __init__(self, wait_for_layer: Callable[[int], bool]) -> None:
+        self._wait_for_layer = wait_for_layer
+        self.refused: int | None = None
 
-    def wait(self, timeout_s: float) -> bool:
-        """Whether the call has returned."""
-        return self._done.wait(timeout_s)
+    def as_synchronizer(self, api: Any) -> Any:
+        """Of the package's own class: it takes nothing else."""
 
-    def result(self) -> Any:
-        """What a finished call returned or raised."""
-        if self._error is not None:
-            raise self._error
-        return self._value
+        def synchronize_layer(_: object, layer_index: int, timeout_in_millis: int | None) -> bool:
+            return self._ask(layer_index)
 
-    def _run(self) -> None:
+        methods = {"synchronize_layer": synchronize_layer}
+        return type("LayerGate", (api.LayerSynchronizer,), methods)()
+
+    def _ask(self, layer_index: int) -> bool:
         try:
-            self._value = self._function()
-        except BaseException as error:
-            self._error = error
-        self._done.set()
+            is_computed = self._wait_for_layer(layer_index)
+        except Exception:
+            logger.exception("waiting for layer %d of a push failed", layer_index)
+            return False
+        if not is_computed:
+            self.refused = layer_index
+        return is_computed
 
 
 def _load_npu() -> Any:

@@ -277,6 +277,16 @@ class CacheManager(CacheAllocation):
             )
         return CacheTask(task)
 
+    def require_reservations(self, cache: Cache) -> None:
+        """Let peers' pushes write into reservations of this cache only; pulls are not concerned.
+
+        An extension of the vendor's API.
+        """
+        self._require_open()
+        check_type("cache", cache, Cache)
+        with engine_errors("require_reservations"):
+            self._engine.require_reservations(cache.cache_id)
+
     def open_reservation(self, cache: Cache, blocks: Sequence[int]) -> int:
         """Set blocks of a blocks cache aside for pushes that carry the returned token.
 

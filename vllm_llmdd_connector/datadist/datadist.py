@@ -27,6 +27,7 @@ from vllm_llmdd_connector.datadist.collective import check_comm_id, check_member
 from vllm_llmdd_connector.datadist.first_links import FirstGenerationLinks
 from vllm_llmdd_connector.datadist.kv_cache_manager import KvCacheManager
 from vllm_llmdd_connector.datadist.link_use import LinkUse
+from vllm_llmdd_connector.datadist.mutual_links import MutualLinks
 from vllm_llmdd_connector.datadist.settings import EngineSettings, listen_address, read_settings
 from vllm_llmdd_connector.datadist.status import (
     LLMException,
@@ -67,6 +68,7 @@ class _Running:
         self.cache_manager = CacheManager(self.engine, settings.remote_access)
         self.kv_cache_manager = KvCacheManager(self.engine, role, link_use)
         self.first_links = FirstGenerationLinks(self.engine, link_use)
+        self.mutual_links = MutualLinks(self.engine)
 
     def close(self) -> None:
         self.cache_manager.close()
@@ -155,13 +157,17 @@ class LLMDataDist:
                 check(bool(cluster.local_ip_info_list), "local_ip_info_list is empty")
         targets = [_target(cluster) for cluster in clusters if _dialable(cluster)]
         with engine_errors("link_clusters"):
-            codes = running.engine.link(targets, timeout)
-        answers = iter(codes)
+            began_s = running.mutual_links.begin()
+            statuses = [_link_status(code) for code in running.engine.link(targets, timeout)]
+            if running.settings.point_to_point:
+                statuses = [
+                    running.mutual_links.joined(target[0], status, began_s, timeout)
+                    for target, status in zip(targets, statuses, strict=True)
+                ]
+        answers = iter(statuses)
         return _overall(
             [
-                _link_status(next(answers))
-                if _dialable(cluster)
-                else LLMStatusCode.LLM_PARAM_INVALID
+                next(answers) if _dialable(cluster) else LLMStatusCode.LLM_PARAM_INVALID
                 for cluster in clusters
             ]
         )
@@ -182,6 +188,7 @@ class LLMDataDist:
         if running.settings.first_generation:
             return running.first_links.unlink(clusters, timeout, force)
         with engine_errors("unlink_clusters"):
+            running.mutual_links.end(ids)
             codes = running.engine.unlink(ids, timeout, force)
         return _overall([status_of(code) for code in codes])
 

@@ -88,6 +88,8 @@ def _add_names(torch: Any) -> None:
     npu = _HostNpu()
     # Without a name for its extension point torch cannot read torch.device("npu").
     torch.utils.rename_privateuse1_backend("npu")
+    # With the name alone torch cannot tell which accelerator is there, and raises; a barrier asks.
+    torch._C._get_accelerator = lambda *check: torch.device("cpu")
     sys.modules["torch.npu"] = npu
     torch.npu = npu
     for name in _FACTORIES:

@@ -22,7 +22,8 @@ class CopyCache:
         wrong = Refusals()
         source, target = world.local(self.src), world.local(self.dst)
         for slot in (self.src, self.dst):
-            wrong.when(world.slot(LOCAL, slot).desc.is_blocks, INVALID)
+            desc = world.slot(LOCAL, slot).desc
+            wrong.when(desc.host if world.rows_are_blocks else desc.is_blocks, INVALID)
         wrong.when(self.size == 0 or self.size < -1, INVALID)
         wrong.when(source is None or target is None, MISSING)
         if source is None or target is None:
@@ -59,7 +60,8 @@ class CopyBlocks:
     def predict(self, world: World) -> Codes:
         wrong = Refusals()
         cache = world.local(self.slot)
-        wrong.when(not world.slot(LOCAL, self.slot).desc.is_blocks, INVALID)
+        desc = world.slot(LOCAL, self.slot).desc
+        wrong.when(desc.host if world.rows_are_blocks else not desc.is_blocks, INVALID)
         wrong.when(cache is None, MISSING)
         if cache is None:
             return frozenset(wrong)
@@ -90,7 +92,7 @@ class SwapBlocks:
         mapping = dict(self.pairs)
         descs = [world.slot(LOCAL, slot).desc for slot in (self.src, self.dst)]
         for desc in descs:
-            wrong.when(not desc.is_blocks, INVALID)
+            wrong.when(not desc.is_blocks and not world.rows_are_blocks, INVALID)
         wrong.when(descs[0].host == descs[1].host, INVALID)
         source, target = self._open(world, self.src), self._open(world, self.dst)
         wrong.when(source is None or target is None, MISSING)

@@ -251,10 +251,8 @@ class Writer:
         return EndReservation(self._draw(st.integers(0, 3)))
 
 
-@st.composite
-def programs(draw: Draw, remote: bool, kinds: tuple[str, ...]) -> Program:
-    """`kinds` names the calls, methods of `Writer`; a name may come more than once."""
-    writer = Writer(draw, remote)
+def write_program(draw: Draw, writer: Writer, kinds: tuple[str, ...]) -> Program:
+    """Some caches on both sides, then some calls: `kinds` names the writer's methods for them."""
     caches = []
     for side in (LOCAL, PEER):
         for number in range(draw(st.integers(2, 3))):
@@ -267,3 +265,9 @@ def programs(draw: Draw, remote: bool, kinds: tuple[str, ...]) -> Program:
         writer.begin_call()
         calls.append(getattr(writer, draw(st.sampled_from(kinds)))())
     return Program(tuple(caches), tuple(calls))
+
+
+@st.composite
+def programs(draw: Draw, remote: bool, kinds: tuple[str, ...]) -> Program:
+    """A name of `kinds` may come more than once."""
+    return write_program(draw, Writer(draw, remote), kinds)

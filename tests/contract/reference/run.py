@@ -10,7 +10,7 @@ from contract.cluster import Cluster
 from contract.memory import Tensor
 from contract.peer import Peer
 from contract.reference.lifetimes import Create
-from contract.reference.tables import PAGE, UNREGISTERED, Codes, Descriptor, RowName, Tables
+from contract.reference.tables import UNREGISTERED, Codes, Descriptor, RowName, Tables
 from contract.reference.world import LOCAL, PEER, Key, Layers, World, api_row_key
 
 SUCCESS = "success"
@@ -36,11 +36,14 @@ class Run:
         self.sides: dict[int, Any] = {LOCAL: local, PEER: peer}
         self.api = local.api
         self.manager = local.manager
-        tables = {side: Tables(cluster.used_up_id()) for side, cluster in self.sides.items()}
-        self.world = World(remote, tables)
+        self.world = self._make_world(remote)
         self._caches: list[Any] = []  # the local ones, in the order they were made
         self._unregistered: dict[int, list[Tensor]] = {}
         self._tokens: list[int] = []
+
+    def _make_world(self, remote: bool) -> World:
+        tables = {side: Tables(cluster.used_up_id()) for side, cluster in self.sides.items()}
+        return World(remote, tables)
 
     def __enter__(self) -> Run:
         return self
@@ -148,7 +151,9 @@ def compare_contents(run: Run) -> None:
         caches = [[bytes(t) for t in cache.memory] for cache in tables.caches.values()]
         held, pool_used = run.sides[side].contents(list(tables.caches))
         assert held == caches, f"the caches of cluster {side} are not those of the model"
-        assert pool_used == tables.pages() * PAGE, "the pool holds more or less than the model"
+        assert pool_used == tables.pages() * tables.page_bytes, (
+            "the pool holds more or less than the model"
+        )
     for slot, memory in run.unregistered().items():
         cache = run.world.made[LOCAL][slot].cache
         assert cache is not None

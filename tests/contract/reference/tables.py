@@ -56,7 +56,7 @@ class Descriptor:
     allocated: bool = False
     registered: bool = True
     keys: tuple[RowName | None, ...] = ()
-    model: int = 0
+    model: int | None = 0
     seed: int = 0
 
     @property
@@ -99,6 +99,9 @@ def make_cache(cache_id: int, desc: Descriptor) -> ModelCache:
 
 
 class Tables:
+    page_bytes = PAGE
+    """What a tensor of the pool takes up; the model's tensors are shorter."""
+
     def __init__(self, last_id: int = 0) -> None:
         self.last_id = last_id
         self.caches: dict[int, ModelCache] = {}
@@ -123,7 +126,7 @@ class Tables:
             return None, frozenset(wrong)
         cache = make_cache(self.last_id, desc)
         self.caches[cache.id] = cache
-        if desc.is_blocks:
+        if desc.is_blocks and desc.model is not None:
             self.models[desc.model] = cache
         for row, key in enumerate(desc.keys):
             if key is not None:
@@ -133,7 +136,6 @@ class Tables:
         return cache, FINE
 
     def pages(self) -> int:
-        """Each tensor of the pool takes whole pages; the model's tensors are shorter than one."""
         return sum(cache.desc.tensors for cache in self.caches.values() if cache.desc.allocated)
 
     def unregister(self, cache_id: int) -> None:

@@ -72,6 +72,8 @@ class World:
 
     remote: bool
     tables: dict[int, Tables]
+    rows_are_blocks: bool = False
+    """The first generation: a blocks cache is one whose rows are blocks."""
     made: dict[int, list[Made]] = field(default_factory=lambda: {LOCAL: [], PEER: []})
 
     def create(self, side: int, desc: Descriptor) -> frozenset[str]:
