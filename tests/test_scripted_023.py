@@ -1,4 +1,4 @@
-"""Runs tests/scripted once more, on the Python files of vLLM 0.23.0.
+"""Runs tests/scripted and tests/faults once more, on the Python files of vLLM 0.23.0.
 
 One process can import one vLLM only, so this is a run of pytest in a process of its own. The files
 need no compiled extension: nothing in the scripted tests computes a model.
@@ -47,7 +47,8 @@ def test_scripted_cases_pass_on_vllm_023(tmp_path: Path) -> None:
         "SCRIPTED_VLLM_TREE": str(tree),
         "VLLM_CACHE_ROOT": str(tmp_path / "cache"),
     }
-    command = [sys.executable, "-m", "pytest", "tests/scripted", f"--junitxml={report}"]
+    folders = ["tests/scripted", "tests/faults"]
+    command = [sys.executable, "-m", "pytest", *folders, f"--junitxml={report}"]
     run = subprocess.run(
         [*command, "-p", "no:cacheprovider", "--color=no"],
         cwd=ROOT,

@@ -6,18 +6,19 @@ name.
 
 import difflib
 import ipaddress
-import math
 from typing import Any, Literal
 
 import msgspec
 
+from vllm_llmdd_connector.deadlines import Deadlines, check_deadlines
 from vllm_llmdd_connector.errors import ConfigError
 
 LOOPBACK = ("127.0.0.0/8",)
+MAX_PORT = 65535
 
 
-class ConnectorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """``kv_connector_extra_config`` of ``LLMDataDistConnector``."""
+class ConnectorConfig(Deadlines, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """``kv_connector_extra_config`` of ``LLMDataDistConnector``; the time limits are inherited."""
 
     host: str = "127.0.0.1"
     """IPv4 address on which this engine's control port and its workers listen, and which peers
@@ -31,34 +32,16 @@ class ConnectorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """IPv4 addresses and networks (CIDR) that this engine may dial when a request names them: a D
     its P and its metaserver, a P the D that asked a metaserver."""
 
+    keys_dir: str = ""
+    """Folder with the cluster's key set, made by ``llmdd keys``: only servers that have it talk to
+    each other on the control channel, encrypted. Empty: no keys, for loopback."""
+
+    allow_plaintext: bool = False
+    """Start without keys on an address that other machines can reach."""
+
     engine: Literal["auto", "host", "ascend"] = "auto"
     """LLM-DataDist implementation: ours on host memory, or the vendor's ``llm_datadist``; ``auto``
     goes by where the KV tensors are."""
-
-    first_contact_timeout_s: float = 5.0
-    """D: how long a new request waits for P's first answer before it is prefilled locally."""
-
-    metaserver_timeout_s: float = 30.0
-    """D: how long a request that has asked a metaserver waits for a P to get in touch."""
-
-    request_timeout_s: float = 60.0
-    """D: how long a request with blocks may wait behind other transfers; linking, copying and P's
-    confirmation have bounds of their own."""
-
-    link_timeout_ms: int = 3000
-    """D: bound on linking one worker to one peer worker."""
-
-    sync_kv_timeout_ms: int = 10000
-    """Bound on one pull of one cache (LLM-DataDist's ``sync_kv_timeout``)."""
-
-    release_timeout_s: float = 5.0
-    """D: how long a worker waits for P's confirmation that the blocks it read were still held."""
-
-    lease_s: float = 30.0
-    """P: how long finished prompts' blocks are held without a sign of life from D."""
-
-    max_lease_s: float = 300.0
-    """P: bound on a lease, however often it is renewed."""
 
     max_leased_fraction: float = 0.5
     """P: share of the KV cache that leases may hold; beyond it a prompt is not handed over."""
@@ -86,18 +69,6 @@ class ConnectorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 
 OPTION_NAMES = tuple(ConnectorConfig.__struct_fields__)
-_POSITIVE = (
-    "first_contact_timeout_s",
-    "metaserver_timeout_s",
-    "request_timeout_s",
-    "link_timeout_ms",
-    "sync_kv_timeout_ms",
-    "release_timeout_s",
-    "lease_s",
-    "max_lease_s",
-    "max_leased_fraction",
-    "unreserved_fraction",
-)
 
 
 def read_config(extra_config: dict[str, Any] | None) -> ConnectorConfig:
@@ -128,23 +99,15 @@ def _unknown_key(key: str) -> str:
 
 
 def _check_values(config: ConnectorConfig) -> None:
-    for name in _POSITIVE:
-        value = getattr(config, name)
-        if not (value > 0 and math.isfinite(value)):
-            raise ConfigError(f"{name} is {value}, it must be above 0; change it or leave it out")
+    check_deadlines(config)
     for name in ("max_leased_fraction", "unreserved_fraction"):
-        if getattr(config, name) > 1:
-            raise ConfigError(f"{name} is {getattr(config, name)}, it must be in (0, 1]")
-    if config.max_lease_s < config.lease_s:
-        raise ConfigError(
-            f"max_lease_s is {config.max_lease_s}, below lease_s {config.lease_s}; raise it"
-        )
-    if not 0 <= config.control_port <= 65535:
-        raise ConfigError(f"control_port is {config.control_port}, it must be in [0, 65535]")
-    for name in ("link_timeout_ms", "sync_kv_timeout_ms"):
-        if getattr(config, name) > 2**31 - 1:
-            raise ConfigError(f"{name} is {getattr(config, name)}, it must be below 2**31")
+        value = getattr(config, name)
+        if not 0 < value <= 1:
+            raise ConfigError(f"{name} is {value}, it must be in (0, 1]")
+    if not 0 <= config.control_port <= MAX_PORT:
+        raise ConfigError(f"control_port is {config.control_port}, it must be in [0, {MAX_PORT}]")
     _check_host(config.host)
+    _check_keys(config)
     for entry in config.allowed_peers:
         _check_allowed_peer(entry)
 
@@ -173,6 +136,16 @@ def _check_host(host: str) -> None:
         raise ConfigError(
             f"host is {host!r}, which peers cannot dial; name one address of this machine"
         )
+
+
+def _check_keys(config: ConnectorConfig) -> None:
+    if config.keys_dir or config.allow_plaintext or is_allowed_peer(config.host, LOOPBACK):
+        return
+    raise ConfigError(
+        f"host is {config.host}, which other machines can reach, and keys_dir is empty: make keys "
+        "with `llmdd keys DIR` and name the folder on every server, or set allow_plaintext to true "
+        "where only your own servers can reach this address"
+    )
 
 
 def is_allowed_peer(host: str, allowed: tuple[str, ...]) -> bool:

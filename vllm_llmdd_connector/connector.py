@@ -16,7 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from vllm_llmdd_connector.config import read_config
+from vllm_llmdd_connector.config import ConnectorConfig, read_config
 from vllm_llmdd_connector.errors import ConfigError
 from vllm_llmdd_connector.layout.groups import transfer_groups
 from vllm_llmdd_connector.metadata import StepMessage, WorkerHandshake
@@ -61,6 +61,7 @@ class LLMDataDistConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         config = read_config(vllm_config.kv_transfer_config.kv_connector_extra_config)
         _check_topology(vllm_config)
+        _check_modes(vllm_config, config)
         if vllm_config.kv_transfer_config.is_kv_consumer:
             _check_failure_route(kv_cache_config)
         self._scheduler: SchedulerConnector | None = None
@@ -121,6 +122,10 @@ class LLMDataDistConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> tuple[bool, dict[str, Any] | None]:
         return self._scheduler_side.request_finished(request, block_ids)
 
+    def has_pending_push_work(self) -> bool:
+        """Since vLLM 0.24: keeps the engine stepping although no request runs."""
+        return self._scheduler_side.has_pending_work()
+
     def reset_cache(self) -> bool:
         return self._scheduler_side.reset_cache()
 
@@ -164,6 +169,11 @@ class LLMDataDistConnector(KVConnectorBase_V1, SupportsHMA):
         **kwargs: Any,
     ) -> None:
         """Nothing is saved here: transfers that wait for this layer may send it."""
+        self._worker_side.layer_computed(layer_name)
+
+    def on_kv_cache_written(self, layer_name: str = "") -> None:
+        """vLLM-Ascend's hook, before the attention itself: the layer may be sent that much
+        earlier."""
         self._worker_side.layer_computed(layer_name)
 
     def wait_for_save(self) -> None:
@@ -236,6 +246,28 @@ def _check_topology(vllm_config: "VllmConfig") -> None:
         size = getattr(parallel, name, 1)
         if size > 1:
             raise ConfigError(f"{name} is {size}; LLMDataDistConnector supports 1, set it to 1")
+    num_nodes = getattr(parallel, "nnodes_within_dp", 1)
+    if num_nodes > 1:
+        raise ConfigError(
+            f"one engine's ranks are on {num_nodes} machines, but LLMDataDistConnector publishes "
+            "one host for all of them; keep tensor parallelism within a machine, or lower --nnodes"
+        )
+
+
+def _check_modes(vllm_config: "VllmConfig", config: ConnectorConfig) -> None:
+    """Ways of running under which the registered KV cache is not what is computed, or when."""
+    if getattr(vllm_config.model_config, "enable_sleep_mode", False):
+        raise ConfigError(
+            "sleep mode takes the KV cache away from under its registration; leave "
+            "--enable-sleep-mode out"
+        )
+    is_pusher = vllm_config.kv_transfer_config.is_kv_producer and config.push
+    if is_pusher and getattr(vllm_config.parallel_config, "use_ubatching", False):
+        raise ConfigError(
+            "a batch is computed in several parts, and a layer would be pushed after the first; "
+            "set push to false in kv_connector_extra_config, or leave --enable-dbo and "
+            "--ubatch-size out"
+        )
 
 
 def _check_failure_route(kv_cache_config: "KVCacheConfig") -> None:

@@ -130,4 +130,4 @@ class WorkerHandshake(KVConnectorHandshakeMetadata):
     """None on an engine that is only a consumer: nobody dials it."""
     groups: tuple[GroupGeometry, ...]
     can_push: bool
-    """Whether the rank's engine knows reservations, without which nothing is pushed."""
+    """Whether the rank's engine can push, or be pushed into."""

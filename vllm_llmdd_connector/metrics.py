@@ -31,7 +31,7 @@ COUNTERS = {
     "leases_over_cap": "Finished prompts not handed over because leases hold too many blocks",
     "not_handed_over": "Finished prompts that cannot be handed over, as those of embeddings",
     "local_prefills": "Requests without remote KV on an engine that is only a consumer",
-    "junk_messages": "Control messages dropped because they were malformed",
+    "junk_messages": "Control messages dropped as malformed or too many, and connections refused",
 }
 DURATIONS = {
     "pull_seconds": "One rank's copy of one request's blocks",

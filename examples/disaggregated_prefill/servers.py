@@ -65,6 +65,8 @@ class ServerSpec:
     arguments: Sequence[str] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
     dtype: str = "bfloat16"
+    cpus: str = ""
+    """The processors its threads stay on, as `taskset -c` takes them; empty: any."""
 
     def command(self, port: int) -> list[str]:
         vllm = str(Path(sys.executable).with_name("vllm"))
@@ -72,7 +74,8 @@ class ServerSpec:
         words += ["--dtype", self.dtype, "--enforce-eager"]
         if self.kv_transfer_config is not None:
             words += ["--kv-transfer-config", json.dumps(dict(self.kv_transfer_config))]
-        return [*words, *self.arguments]
+        pinned = ["taskset", "-c", self.cpus] if self.cpus else []
+        return [*pinned, *words, *self.arguments]
 
 
 @dataclass(frozen=True)

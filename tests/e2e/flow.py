@@ -26,6 +26,7 @@ NULL_PARAMS = {
 
 CLEAR_GAP_NATS = 0.1
 LOGPROB_TOLERANCE_NATS = 0.05
+DIGEST_WAIT_S = 20.0
 
 Answer = dict[str, Any]
 
@@ -150,6 +151,12 @@ def metrics(server: Server) -> dict[str, float]:
     return values
 
 
+def num_open_leases(pair: Pair) -> float:
+    seen = pair.prefill_metrics()
+    ended = sum(seen[f"leases_{end}"] for end in ("released", "expired", "voided"))
+    return seen["leases_opened"] - ended
+
+
 def kv_cache_usage(server: Server) -> float:
     """Share of the server's KV cache that is in use, as vLLM reports it."""
     text = httpx.get(f"{server.url}/metrics", timeout=10).text
@@ -200,12 +207,7 @@ def _lines(digest_dir: Path, side: str) -> Iterator[tuple[Position, str]]:
 
 def assert_equal_digests(digest_dir: Path, transfer_id: str, num_blocks: int) -> None:
     """D received ``num_blocks`` blocks of a transfer per layer and rank, all as P had them."""
-    sent = {
-        key: value for key, value in digests(digest_dir, "send").items() if key[0] == transfer_id
-    }
-    received = {
-        key: value for key, value in digests(digest_dir, "recv").items() if key[0] == transfer_id
-    }
+    sent, received = _digests_of(digest_dir, transfer_id)
     slabs = {(rank, layer) for _, rank, layer, _ in sent}
     assert slabs, f"the prefill server wrote no digests of {transfer_id}"
     assert len(received) == num_blocks * len(slabs), (
@@ -213,3 +215,25 @@ def assert_equal_digests(digest_dir: Path, transfer_id: str, num_blocks: int) ->
     )
     wrong = [key for key, value in received.items() if sent.get(key) != value]
     assert not wrong, f"{len(wrong)} blocks differ, the first is {wrong[0]}"
+
+
+def _digests_of(
+    digest_dir: Path, transfer_id: str
+) -> tuple[dict[Position, str], dict[Position, str]]:
+    """What both sides wrote of a transfer.
+
+    P writes in the step after the prompt's last one, so D may have answered before.
+    """
+    deadline_s = time.monotonic() + DIGEST_WAIT_S
+    while True:
+        sent, received = (
+            {
+                key: value
+                for key, value in digests(digest_dir, side).items()
+                if key[0] == transfer_id
+            }
+            for side in ("send", "recv")
+        )
+        if (sent and received.keys() <= sent.keys()) or time.monotonic() > deadline_s:
+            return sent, received
+        time.sleep(0.05)

@@ -1,4 +1,7 @@
-"""Decode first between two real servers: D asks for its prefill, P pushes, or D goes on alone."""
+"""Decode first between two real servers: D asks for its prefill, P pushes, or D goes on alone.
+
+Both servers have keys: in this flow either dials the other.
+"""
 
 from __future__ import annotations
 
@@ -26,6 +29,8 @@ from flow import (
 from prompts import prompt_of
 from servers import ProxySpec, Server, Servers
 
+from vllm_llmdd_connector.control.keys import make_key_set
+
 BLOCK_SIZE = 128
 OPTIONS = {"first_contact_timeout_s": 20, "metaserver_timeout_s": 60}
 
@@ -33,12 +38,17 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def pair(start_pair: Callable[..., Pair], tiny_model: Path) -> Pair:
+def pair(
+    start_pair: Callable[..., Pair], tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Pair:
+    keys_dir = tmp_path_factory.mktemp("keys")
+    make_key_set(keys_dir)
+    options = OPTIONS | {"keys_dir": str(keys_dir)}
     return start_pair(
         tiny_model,
         arguments=("--dtype", "float32", "--max-model-len", "2048"),
-        prefill=OPTIONS,
-        decode=OPTIONS,
+        prefill=options,
+        decode=options,
         prefill_arguments=("--max-num-batched-tokens", "256"),
     )
 

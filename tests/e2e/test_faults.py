@@ -162,7 +162,7 @@ def test_stopped_p_worker_is_a_clean_error_under_policy_fail(
     assert metrics(failing_server)["recv_requests"] == 1
 
 
-def test_client_that_leaves_while_d_waits_releases_both_sides(pair: Pair) -> None:
+def test_s10_hang_none_when_the_client_leaves_while_d_waits(pair: Pair) -> None:
     body = body_of(7)
     params = pair.prefill(**body)["kv_transfer_params"]
     released = pair.prefill_metrics()["leases_released"]

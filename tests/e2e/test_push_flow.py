@@ -8,7 +8,13 @@ from pathlib import Path
 
 import pytest
 from conftest import wait_until
-from flow import Pair, assert_equal_digests, assert_same_generation, metrics
+from flow import (
+    Pair,
+    assert_equal_digests,
+    assert_same_generation,
+    metrics,
+    num_open_leases,
+)
 from prompts import prompt_of
 
 BLOCK_SIZE = 128
@@ -39,12 +45,6 @@ def check_push(pair: Pair, num_tokens: int, seed: int, num_blocks: int, **delays
     assert after["sent_requests"] == before["sent_requests"] + 1, "P pushed it"
     wait_until(lambda: num_open_leases(pair) == 0, "P holds nothing any more")
     assert pair.prefill_metrics()["leases_expired"] == 0
-
-
-def num_open_leases(pair: Pair) -> float:
-    seen = pair.prefill_metrics()
-    ended = sum(seen[f"leases_{end}"] for end in ("released", "expired", "voided"))
-    return seen["leases_opened"] - ended
 
 
 @pytest.mark.parametrize("num_tokens", [5, 127, 129, 255, 257, 383, 2100])

@@ -215,6 +215,9 @@ class PushSide:
         known = list(self._pushes_to.reservations.items())
         return {t: r for t, r in known if r.is_open and r.cluster_id == self.cluster_id}
 
+    def require_reservations(self, cache: Cache) -> None:
+        """Nothing here pushes without a token."""
+
     def open_reservation(self, cache: Cache, blocks: Sequence[int]) -> int:
         network = self._pushes_to
         model_id = next(key.model_id for key, known in self.caches.items() if known is cache)

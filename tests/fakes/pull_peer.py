@@ -23,6 +23,7 @@ class FakePullEngine:
     """Records calls; the lists of errors are raised one by one before calls succeed."""
 
     cluster_id = 0xD
+    has_reservations = True
 
     def __init__(self) -> None:
         self.open_tokens: list[int] = []

@@ -12,7 +12,8 @@ from vllm_llmdd_connector.metadata import PullJob, ReceiveJob
 from vllm_llmdd_connector.metrics import TransferStats
 from vllm_llmdd_connector.scheduler.block_map import GroupBlocks, WantedBlocks
 from vllm_llmdd_connector.worker.completion import Completions
-from vllm_llmdd_connector.worker.peer import PeerContext, PeerThread
+from vllm_llmdd_connector.worker.peer import PeerThread
+from vllm_llmdd_connector.worker.peer_link import PeerContext
 
 TP_RANK = 3
 PLANS = [

@@ -59,6 +59,7 @@ class HeldEngine:
     """Starts transfers and lets the test end them."""
 
     cluster_id = P
+    has_reservations = True
 
     def __init__(self) -> None:
         self.tasks: list[HeldTask] = []
@@ -97,6 +98,11 @@ class PushSide:
     def tasks(self) -> list[HeldTask]:
         return self.engine.tasks
 
+    @property
+    def senders(self) -> dict[int, Any]:
+        """Those of the pusher, by D rank."""
+        return self.pusher._carrier.by_cluster  # type: ignore[union-attr]
+
     def reserve(self, reservation: int = 1, **changes: Any) -> None:
         """Three blocks of transfer ``t``, by default."""
         fields = {
@@ -104,6 +110,7 @@ class PushSide:
             "cluster_id": D,
             "transfer_id": "t",
             "reservation": reservation,
+            "link_number": 5,
             "spans": (BlockSpan(first=0, count=3),),
             "tokens": tuple(
                 CacheToken(model_id=plan.model_id, token=100 + plan.model_id) for plan in self.plans

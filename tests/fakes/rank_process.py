@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any
@@ -21,11 +22,13 @@ _ANSWER_S = 90.0
 class RankProcess:
     """The test's end. Methods are those of ``Remote`` below."""
 
+    module = "fakes.rank_process"
+
     def __init__(self, fill: int, **options: Any) -> None:
         self._pipe, theirs = Pipe()
         path = [str(VENDOR), str(TESTS), *filter(None, sys.path)]
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "fakes.rank_process", str(theirs.fileno())],
+            [sys.executable, "-m", self.module, str(theirs.fileno())],
             pass_fds=[theirs.fileno()],
             env={**os.environ, "PYTHONPATH": os.pathsep.join(path)},
         )
@@ -74,6 +77,7 @@ class Remote:
         from fakes.rank import Prefill, Rank
 
         self.p = Prefill(Rank("kv_producer", fill, **options))
+        self.endpoint = self.p.rank.endpoint
 
     def hold(self, claim_id: int) -> PullJob:
         """An order to fetch a prompt's blocks 1 and 2 into blocks 5 and 4."""
@@ -84,11 +88,15 @@ class Remote:
         self.p.producer.free_ended()
         return self.p.producer.num_leases
 
+    def close(self) -> None:
+        self.p.close()
 
-def _serve(pipe: Connection) -> None:
+
+def serve(pipe: Connection, make: Callable[..., Any]) -> None:
+    """Obey until the test closes its end."""
     try:
-        remote = Remote(*pipe.recv())
-        pipe.send((True, remote.p.rank.endpoint))
+        remote = make(*pipe.recv())
+        pipe.send((True, remote.endpoint))
     except Exception as error:
         pipe.send((False, repr(error)))
         raise
@@ -101,8 +109,8 @@ def _serve(pipe: Connection) -> None:
             pipe.send((True, getattr(remote, name)(*args, **kwargs)))
         except Exception as error:
             pipe.send((False, repr(error)))
-    remote.p.close()
+    remote.close()
 
 
 if __name__ == "__main__":
-    _serve(Connection(int(sys.argv[1])))
+    serve(Connection(int(sys.argv[1])), Remote)

@@ -8,6 +8,9 @@ import zmq
 
 from fakes.clock import PATIENCE_S
 from vllm_llmdd_connector.control.messages import (
+    Cancel,
+    CancelAck,
+    CancelAll,
     Done,
     Failed,
     Message,
@@ -57,6 +60,29 @@ class WorkerPeer:
             transfer_id=reserve.transfer_id, reservation=reserve.reservation, reason=reason
         )
         self._answer(encode(failed))
+
+    def lost_link(self, reserve: Reserve) -> None:
+        """A call over the link has failed."""
+        failed = Failed(
+            transfer_id=reserve.transfer_id,
+            reservation=reserve.reservation,
+            reason="torn",
+            link_lost=True,
+        )
+        self._answer(encode(failed))
+
+    def quiet(self) -> None:
+        """D is about to link: nothing is written of what it has reserved before."""
+        self.next(CancelAll)
+        self.confirm_quiet()
+
+    def confirm_quiet(self) -> None:
+        self._answer(encode(CancelAck()))
+
+    def stopped(self, cancel: Cancel) -> None:
+        """Nothing is written of this reservation."""
+        ack = CancelAck(transfer_id=cancel.transfer_id, reservation=cancel.reservation)
+        self._answer(encode(ack))
 
     def close(self) -> None:
         """Also what D sees when P's process dies; idempotent."""

@@ -21,6 +21,8 @@ class _Memory:
         self._pool = engine.scheduler.kv_cache_manager.block_pool
         self.engine = engine
         self.worker = worker
+        # A worker that has shut down has no connector any more.
+        self.plans = worker.connector._worker._plans
 
     def is_unwritten(self, address: int, length: int) -> bool:
         return self.worker.is_unwritten(address, length)
@@ -98,7 +100,7 @@ class PushJournal:
         memory = self._network.watches[reservation.cluster_id]
         assert isinstance(memory, _Memory)
         worker = memory.worker
-        plan = worker.connector._worker._plans[reservation.model_id]
+        plan = memory.plans[reservation.model_id]
         first = reserve.spans[plan.group_index].first
         # D asks for all tokens but the last, which it computes in any case.
         tokens = self.prompts[done.transfer_id][:-1]

@@ -31,7 +31,7 @@ class TestAbortAtD:
     @pytest.mark.parametrize("during_step", [False, True])
     @pytest.mark.parametrize("tp_size", [1, 2])
     @pytest.mark.parametrize("pipeline_depth", [1, 2])
-    def test_while_blocks_are_being_fetched(
+    def test_s14_leak_none_when_the_completion_follows_the_abort(
         self, make_pair: MakePair, during_step: bool, tp_size: int, pipeline_depth: int
     ) -> None:
         pair = make_pair(tp_size=tp_size, pipeline_depth=pipeline_depth)
@@ -96,7 +96,7 @@ class TestAbortAtD:
         pair.d.abort(request_id)
         pair.finish()
 
-    def test_many_at_once_leave_nothing_behind(self, make_pair: MakePair) -> None:
+    def test_s11_leak_none_when_many_are_aborted(self, make_pair: MakePair) -> None:
         pair = make_pair(num_blocks=200)
         gates = [pair.network.faults(pair.producers[0])]
         gates[0].pull_gate = threading.Event()

@@ -66,7 +66,7 @@ class TestExpiry:
 
     @pytest.mark.parametrize("policy", ["recompute", "fail"])
     @pytest.mark.parametrize("tp_size", [1, 2])
-    def test_the_lease_ends_while_d_reads(
+    def test_s22_wrong_output_none_when_the_lease_ends_while_d_reads(
         self, make_pair: MakePair, policy: str, tp_size: int
     ) -> None:
         """D has read what P wrote over it: the tokens are right or there are none."""
@@ -175,7 +175,7 @@ class TestSeveralRanks:
 
 
 class TestSeveralClaims:
-    def test_two_requests_with_one_ticket_both_fetch(self, make_pair: MakePair) -> None:
+    def test_s44_wrong_output_none_for_several_choices(self, make_pair: MakePair) -> None:
         """As with ``n = 2``: the lease ends after the last of them, not after the first."""
         pair = make_pair(d={"enable_prefix_caching": False})
         prompt = prompt_of(70)

@@ -8,7 +8,7 @@ from pairs import MakePair, counts, num_blocks_pulled, prompt_of
 
 class TestAtD:
     @pytest.mark.parametrize("pipeline_depth", [1, 2])
-    def test_a_preempted_request_is_computed_locally(
+    def test_s07_hang_none_when_d_preempts_after_the_load(
         self, make_pair: MakePair, pipeline_depth: int
     ) -> None:
         """Its remote part was used up: no second transfer, no wait for one."""
@@ -75,7 +75,7 @@ class TestAtP:
         ("pipeline_depth", "num_steps"),
         [*((1, n) for n in (1, 2, 4)), *((2, n) for n in (1, 4, 5))],
     )
-    def test_a_prefill_preempted_at_any_step_is_handed_over_right(
+    def test_s21_wrong_output_none_when_p_preempts_at_any_step(
         self, make_pair: MakePair, pipeline_depth: int, num_steps: int
     ) -> None:
         """Also in its last chunk, with that step's output still to come."""

@@ -113,7 +113,7 @@ class TestPrefixCaches:
         pair.finish()
 
     @pytest.mark.parametrize("length", [64, 65])
-    def test_a_prompt_that_d_has_completely_releases_p(
+    def test_s02_leak_none_of_a_prompt_that_d_has_completely(
         self, make_pair: MakePair, length: int
     ) -> None:
         """The same prompt twice: the second time D needs at most the last token."""

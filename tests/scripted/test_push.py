@@ -69,7 +69,7 @@ class TestNothingToSend:
         pair.finish()
 
     @pytest.mark.parametrize("length", [64, 65])
-    def test_a_prompt_that_d_has_completely_releases_p(
+    def test_s02_leak_none_of_a_prompt_that_d_has_completely(
         self, make_pair: MakePair, length: int
     ) -> None:
         pair = make_pair()

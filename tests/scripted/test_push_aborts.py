@@ -91,7 +91,7 @@ def let_go(pair: Pair) -> None:
 class TestAtD:
     @pytest.mark.parametrize("stage", STAGES)
     @pytest.mark.parametrize("during_step", [False, True])
-    def test_at_any_stage(
+    def test_s10_hang_none_when_the_client_leaves_at_any_stage(
         self,
         make_pair: MakePair,
         stage: Stage,
@@ -140,7 +140,7 @@ class TestReuseAfterAnAbort:
         pair.p.run(at_p)
         pair.finish()
 
-    def test_every_second_of_many(self, make_pair: MakePair) -> None:
+    def test_s11_leak_none_when_every_second_of_many_is_aborted(self, make_pair: MakePair) -> None:
         pair = make_pair(num_blocks=200, p={"max_num_batched_tokens": 100})
         prompts = [prompt_of(60, seed) for seed in range(12)]
         ids = [pair.push(prompt) for prompt in prompts]

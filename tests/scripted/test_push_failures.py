@@ -69,7 +69,7 @@ class TestPushFails:
     def test_only_the_failed_one_of_several_at_once(self, make_pair: MakePair, policy: str) -> None:
         pair = make_pair(num_blocks=200, d={"load_failure_policy": policy})
         faults = pair.push_faults()
-        faults.status, faults.num_failures, faults.at_layer = LLMStatusCode.LLM_FAILED, 1, 2
+        faults.status, faults.num_failures, faults.at_layer = LLMStatusCode.LLM_PARAM_INVALID, 1, 2
         prompts = [prompt_of(60, seed) for seed in range(4)]
         ids = [pair.push(prompt) for prompt in prompts]
         results = pair.run(*ids)

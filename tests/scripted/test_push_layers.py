@@ -30,7 +30,7 @@ def reserve_inside_the_forward(pair: Pair, at_layer: int, transfer_id: str = FIR
 
 class TestLayers:
     @pytest.mark.parametrize("at_layer", range(NUM_LAYERS))
-    def test_each_leaves_before_the_next_is_computed(
+    def test_s24_wrong_output_none_when_layers_leave_one_by_one(
         self, make_pair: MakePair, at_layer: int
     ) -> None:
         """D reserves in the middle of P's only forward."""
@@ -44,7 +44,7 @@ class TestLayers:
         assert pair.is_right(prompt, pair.run(request_id)[0])
         pair.finish()
 
-    def test_without_hooks_all_leave_at_the_end_of_the_forward(self, make_pair: MakePair) -> None:
+    def test_s25_wrong_output_none_without_layer_hooks(self, make_pair: MakePair) -> None:
         pair = make_pair()
         pair.p.workers[0].use_layer_hooks = False
         prompt = prompt_of(60)

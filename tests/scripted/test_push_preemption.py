@@ -37,7 +37,7 @@ class TestPreemptedAtP:
     @pytest.mark.parametrize("pipeline_depth", [1, 2])
     @pytest.mark.parametrize("num_steps", [0, 1, 2, 3])
     @pytest.mark.parametrize("caching", [False, True])
-    def test_at_any_step(
+    def test_s21_wrong_output_none_when_p_preempts_at_any_step(
         self, make_pair: MakePair, pipeline_depth: int, num_steps: int, caching: bool
     ) -> None:
         """In the middle, and in the last chunk with its output still to come."""
@@ -66,7 +66,7 @@ class TestPreemptedAtP:
         faults = pair.push_faults()
         faults.gate, faults.hold_at = threading.Event(), 2
         prompt, at_p, request_id = start(pair, 100)
-        pair.p.run_until(faults.held.is_set)
+        wait_for(faults.held.is_set, "the copy that is held")
         table = pair.p.block_ids(at_p)[0][:4]
         pair.p.preempt(at_p)
         request = pair.p.request(at_p)
@@ -151,7 +151,7 @@ class TestPreemptedAtP:
 
 class TestPreemptedAtD:
     @pytest.mark.parametrize("pipeline_depth", [1, 2])
-    def test_a_preempted_request_is_computed_locally(
+    def test_s07_hang_none_when_d_preempts_after_the_load(
         self, make_pair: MakePair, pipeline_depth: int
     ) -> None:
         pair = make_pair(pipeline_depth=pipeline_depth, d={"enable_prefix_caching": False})

@@ -114,7 +114,7 @@ class TestParams:
 
 
 class TestOtherPrompts:
-    def test_of_two_prompts_in_one_request_the_right_one_fetches(self, make_pair: MakePair) -> None:
+    def test_s44_wrong_output_none_for_a_list_of_prompts(self, make_pair: MakePair) -> None:
         """A proxy hands one prompt's params on with both."""
         pair = make_pair()
         mine, other = prompt_of(70, 1), prompt_of(70, 2)
@@ -157,7 +157,7 @@ class TestOtherPrompts:
 
 class TestRejection:
     @pytest.mark.parametrize("placeholder", [[0], None])
-    def test_p_is_released_when_d_s_frontend_refuses(
+    def test_s12_leak_none_when_d_s_frontend_refuses(
         self, make_pair: MakePair, placeholder: list[int] | None
     ) -> None:
         """Such a request comes only to be aborted, with its own or with a placeholder prompt."""
@@ -171,7 +171,7 @@ class TestRejection:
 
 
 class TestPromptLogprobs:
-    def test_d_computes_such_a_prompt_itself_or_fetches_it_right(self, make_pair: MakePair) -> None:
+    def test_s34_crash_none_for_prompt_logprobs(self, make_pair: MakePair) -> None:
         """vLLM reads no prefix cache for them, so at most the remote part is used."""
         pair = make_pair()
         prompt = prompt_of(70)

@@ -12,6 +12,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from fakes.fake_npu import FakeNpu
 from fakes.install import vendor_importable
 
 from vllm_llmdd_connector.config import ConnectorConfig
@@ -52,28 +53,6 @@ def vendor(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     """The strict ``llm_datadist``, freshly imported."""
     with vendor_importable(monkeypatch):
         yield importlib.import_module("llm_datadist")
-
-
-class FakeNpu(ModuleType):
-    """``torch_npu.npu``: its one stream is done when ``done`` is set."""
-
-    def __init__(self) -> None:
-        super().__init__("torch_npu")
-        self.npu = self
-        self.done = threading.Event()
-        self.calls: list[str] = []
-
-    def current_device(self) -> int:
-        return 5
-
-    def set_device(self, index: int) -> None:
-        self.calls.append(f"set_device {index}")
-
-    def Event(self) -> Any:
-        return SimpleNamespace(
-            record=lambda: self.calls.append(f"record on {threading.current_thread().name}"),
-            synchronize=lambda: (self.done.wait(20), self.calls.append("synchronized")),
-        )
 
 
 @pytest.fixture
@@ -342,7 +321,7 @@ def test_long_block_lists_are_pulled_in_pieces(
 ) -> None:
     config = ConnectorConfig()
     backend = ascend.AscendBackend(config, CPU)
-    backend.max_blocks_per_pull = 3
+    backend.max_blocks_per_call = 3
     engine = DataDistEngine(config, backend, 7, [], False)
     engine._caches = [object()]
     pulls: list[tuple[Any, ...]] = []
@@ -378,3 +357,11 @@ class TestFence:
         npu.done.set()
         waiting.join(20)
         assert npu.calls[1:] == ["set_device 3", "synchronized"]
+
+    def test_event_is_asked_without_waiting(self, vendor: ModuleType, npu: FakeNpu) -> None:
+        fence = ascend.AscendBackend(ConnectorConfig(), NPU).record_fence()
+        assert fence is not None
+        assert not fence.is_done()
+        npu.done.set()
+        assert fence.is_done()
+        assert npu.calls[1:] == ["set_device 3"] * 2

@@ -6,6 +6,7 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import zmq
@@ -13,10 +14,18 @@ from fakes.builders import make_gone
 from fakes.clock import PATIENCE_S, wait_for
 from fakes.threads import falls_asleep, named_thread
 
-from vllm_llmdd_connector.control.channel import Dialer, Server, ServerHandler, Wake, tcp_url
+from vllm_llmdd_connector.control.channel import (
+    Dialer,
+    Server,
+    ServerHandler,
+    Sleeper,
+    Wake,
+    tcp_url,
+)
 from vllm_llmdd_connector.control.messages import (
     MAX_MESSAGE_BYTES,
     AnyMessage,
+    Gone,
     Message,
     Renew,
     Unknown,
@@ -256,6 +265,82 @@ class TestLoss:
         assert not dialer.was_lost()
         served.server.close()
         wait_for(dialer.was_lost, "the loss")
+
+
+class TestFlood:
+    """A peer that sends more than anybody wants."""
+
+    COUNT = 150
+
+    @pytest.fixture
+    def flooded(self, context: zmq.Context[zmq.Socket[bytes]]) -> Iterator[tuple[Any, Dialer]]:
+        """A peer, and a dialer to which it has sent ``COUNT`` messages."""
+        router = context.socket(zmq.ROUTER)
+        dialer = Dialer(context, HOST, router.bind_to_random_port(f"tcp://{HOST}"))
+        dialer.send([renew(1)])
+        sender, _ = router.recv_multipart()
+        for number in range(self.COUNT):
+            router.send_multipart([sender, encode(make_gone(number))])
+        yield router, dialer
+        dialer.close()
+        router.close(linger=0)
+
+    @staticmethod
+    def numbers(messages: list[AnyMessage]) -> list[int]:
+        return [message.claim_id for message in messages if isinstance(message, Gone)]
+
+    def test_a_bounded_number_is_received_at_once_and_the_rest_wakes_the_reader(
+        self, flooded: tuple[Any, Dialer]
+    ) -> None:
+        _, dialer = flooded
+        sleeper = Sleeper()
+        sleeper.watch(dialer.socket, dialer.monitor)
+        seen: list[int] = []
+        while len(seen) < self.COUNT:
+            sleeper.sleep()
+            numbers = self.numbers(dialer.receive()[0])
+            assert len(numbers) <= 64
+            seen += numbers
+        assert seen == list(range(self.COUNT))
+        sleeper.ignore(dialer.socket, dialer.monitor)
+        sleeper.close()
+
+    def test_what_was_said_before_the_loss_is_heard_first(
+        self, flooded: tuple[Any, Dialer]
+    ) -> None:
+        router, dialer = flooded
+        router.close(linger=int(PATIENCE_S * 1000))
+        wait_for(lambda: dialer.monitor.poll(0), "the loss")
+        seen: list[int] = []
+        while True:
+            seen += self.numbers(dialer.receive()[0])
+            if dialer.was_lost():
+                break
+        assert seen == list(range(self.COUNT))
+
+
+class TestSleeper:
+    def test_it_wakes_for_what_it_watches_and_for_nothing_else(
+        self, served: Served, dial: Callable[[int], Dialer]
+    ) -> None:
+        dialer, other = dial(served.port), dial(served.port)
+        sleeper = Sleeper()
+        sleeper.watch(dialer.socket)
+        sleeper.watch(other.socket)
+        sleeper.ignore(other.socket)
+        other.send([renew(1)])
+        wait_for(lambda: other.socket.poll(0), "the answer")
+        sleeper.sleep(0)
+        dialer.send([renew(2)])
+        sleeper.sleep()
+        assert dialer.socket.poll(0)
+        sleeper.close()
+
+    def test_wake_before_the_sleep_counts(self) -> None:
+        sleeper = Sleeper()
+        sleeper.wake()
+        sleeper.sleep()
+        sleeper.close()
 
 
 class TestIdle:

@@ -32,6 +32,7 @@ from vllm_llmdd_connector.control.messages import (
     Renew,
 )
 from vllm_llmdd_connector.control.session import Granted, InQueue, Invited, Outcome, Refused
+from vllm_llmdd_connector.deadlines import Deadlines
 
 LONG_S = 60.0
 RENEW_S = 0.02
@@ -44,7 +45,7 @@ class Client:
         self.num_junk = 0
         self.outcomes: dict[int, list[Outcome]] = {}
         self.control = ControlClient(
-            make_fingerprint(), time.monotonic, self._count, takes_push=True
+            make_fingerprint(), time.monotonic, self._count, takes_push=True, deadlines=Deadlines()
         )
 
     def claim(self, port: int, claim_id: int = 1, within_s: float = LONG_S, **ticket: Any) -> None:

@@ -46,7 +46,7 @@ def test_second_result_of_a_request_is_dropped(completions: Completions, first: 
     assert ("r" in drained.received) is (first == "succeed")
 
 
-def test_results_of_strangers_are_dropped(completions: Completions) -> None:
+def test_s36_crash_none_since_results_of_strangers_are_dropped(completions: Completions) -> None:
     completions.succeed("stranger")
     completions.fail("stranger", "torn")
     completions.cancel("stranger")

@@ -17,7 +17,13 @@ def test_no_options_give_the_defaults(nothing: dict[str, Any] | None) -> None:
 
 def test_given_options_are_taken_over() -> None:
     config = read_config(
-        {"host": "10.0.0.2", "control_port": 7000, "allowed_peers": ["10.0.0.0/8"], "lease_s": 5}
+        {
+            "host": "10.0.0.2",
+            "keys_dir": "/keys",
+            "control_port": 7000,
+            "allowed_peers": ["10.0.0.0/8"],
+            "lease_s": 5,
+        }
     )
     assert (config.host, config.control_port, config.lease_s) == ("10.0.0.2", 7000, 5.0)
     assert config.allowed_peers == ("10.0.0.0/8",)
@@ -29,7 +35,7 @@ def test_misspelt_key_is_refused_with_the_near_one() -> None:
 
 
 def test_unknown_key_is_refused_with_all_known_ones() -> None:
-    with pytest.raises(ConfigError, match=r"'qqqqq'; known keys: host, control_port"):
+    with pytest.raises(ConfigError, match=r"'qqqqq'; known keys: .*host, control_port"):
         read_config({"qqqqq": 1})
 
 
@@ -48,7 +54,7 @@ def test_key_that_is_no_text_is_refused() -> None:
         ({"link_timeout_ms": -1}, "link_timeout_ms is -1"),
         ({"sync_kv_timeout_ms": 2**31}, "sync_kv_timeout_ms is 2147483648"),
         ({"unreserved_fraction": 1.5}, r"unreserved_fraction is 1\.5, it must be in \(0, 1\]"),
-        ({"unreserved_fraction": 0}, "unreserved_fraction is 0.0, it must be above 0"),
+        ({"unreserved_fraction": 0}, r"unreserved_fraction is 0\.0, it must be in \(0, 1\]"),
         ({"push": "yes"}, r"Expected `bool`, got `str` - at `\$.push`"),
         ({"max_leased_fraction": 1.5}, r"1\.5, it must be in \(0, 1\]"),
         ({"max_lease_s": 10, "lease_s": 20}, r"max_lease_s is 10\.0, below lease_s 20\.0"),

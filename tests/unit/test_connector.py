@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -40,6 +41,32 @@ def test_unsupported_parallelism_is_refused_by_name_and_value(name: str) -> None
 
 def test_sizes_that_a_release_does_not_know_are_one() -> None:
     connector_module._check_topology(parallel(tensor_parallel_size=4))
+
+
+@pytest.mark.parametrize(
+    ("role", "push", "is_refused"),
+    [
+        ("producer", True, True),
+        ("both", True, True),
+        ("producer", False, False),
+        ("consumer", True, False),
+    ],
+)
+def test_micro_batches_are_refused_where_layers_are_pushed(
+    monkeypatch: pytest.MonkeyPatch, role: str, push: bool, is_refused: bool
+) -> None:
+    """vLLM reports a layer after each micro-batch; D got blocks that were not computed."""
+    for side in ("SchedulerConnector", "_check_failure_route"):
+        monkeypatch.setattr(connector_module, side, lambda *args: None)
+    config = parallel(use_ubatching=True)
+    config.model_config = SimpleNamespace()
+    config.kv_transfer_config = SimpleNamespace(
+        is_kv_producer=role != "consumer",
+        is_kv_consumer=role != "producer",
+        kv_connector_extra_config={"push": push},
+    )
+    with pytest.raises(ConfigError, match="enable-dbo") if is_refused else nullcontext():
+        LLMDataDistConnector(config, KVConnectorRole.SCHEDULER, cache_of("FullAttentionSpec"))
 
 
 def cache_of(*kinds: str) -> Any:
@@ -106,9 +133,10 @@ def test_layer_hooks_and_voids_reach_the_worker() -> None:
     connector._scheduler, connector._worker = None, worker
     nothing: Any = None
     connector.handle_preemptions(StepMessage(voids=[7]))
+    connector.on_kv_cache_written("a")
     connector.save_kv_layer("a", nothing, nothing)
     connector.wait_for_save()
-    assert calls == [("void", [7]), ("layer", "a"), "end"]
+    assert calls == [("void", [7]), ("layer", "a"), ("layer", "a"), "end"]
 
 
 def test_statistics_are_rebuilt_from_their_data() -> None:
@@ -133,6 +161,7 @@ def make_connector() -> Iterator[Callable[[str], LLMDataDistConnector]]:
         )
         config: Any = SimpleNamespace(
             kv_transfer_config=transfer,
+            model_config=SimpleNamespace(),
             parallel_config=SimpleNamespace(tensor_parallel_size=1, data_parallel_rank=0),
         )
         cache = cache_of("FullAttentionSpec")

@@ -16,6 +16,7 @@ from vllm_llmdd_connector.config import ConnectorConfig
 from vllm_llmdd_connector.control.messages import Knock
 from vllm_llmdd_connector.control.metaserver import MetaserverClient, OnAnswer
 from vllm_llmdd_connector.control.session import Invited, Outcome
+from vllm_llmdd_connector.deadlines import Deadlines
 from vllm_llmdd_connector.metadata import ReceiveJob, StepMessage
 from vllm_llmdd_connector.metrics import TransferStats
 from vllm_llmdd_connector.params import AnyTicket, Appointment
@@ -345,7 +346,7 @@ class TestRealMetaserver:
 
     @pytest.fixture
     def real(self, clock: FakeClock) -> Iterator[Decoder]:
-        client = MetaserverClient(connect_timeout_s=20.0)
+        client = MetaserverClient(Deadlines(first_contact_timeout_s=20.0))
         yield Decoder(clock, client)
         client.close()
 

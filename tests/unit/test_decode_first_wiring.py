@@ -4,62 +4,34 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
-import msgspec
 import pytest
 import zmq
-from fakes.block_pool import FakeBlockPool
-from fakes.builders import make_endpoint, make_fingerprint, make_geometry
+from fakes.builders import make_fingerprint
 from fakes.clock import wait_for
 from fakes.http_server import FakeMetaserver, serving
 from fakes.requests import make_request
+from fakes.scheduler_side import make_side
 
-from vllm_llmdd_connector.config import ConnectorConfig
 from vllm_llmdd_connector.control.channel import Dialer
 from vllm_llmdd_connector.control.messages import Hello, Knock, raw_fingerprint
-from vllm_llmdd_connector.metadata import WorkerHandshake
-from vllm_llmdd_connector.scheduler import scheduler as module
 from vllm_llmdd_connector.scheduler.scheduler import SchedulerConnector
 
 PROMPT = list(range(40))
-
-
-def make_side(role: str, monkeypatch: pytest.MonkeyPatch) -> SchedulerConnector:
-    facts = msgspec.structs.asdict(make_fingerprint())
-    del facts["protocol_version"], facts["groups"]
-    monkeypatch.setattr(module, "model_facts", lambda vllm_config: facts)
-    config: Any = SimpleNamespace(
-        kv_transfer_config=SimpleNamespace(
-            engine_id=f"engine of {role}",
-            kv_role=role,
-            is_kv_producer=role == "kv_producer",
-            is_kv_consumer=role == "kv_consumer",
-        ),
-        parallel_config=SimpleNamespace(tensor_parallel_size=1, data_parallel_rank=0),
-    )
-    spec = type("FullAttentionSpec", (), {"block_size": 16})()
-    group = SimpleNamespace(kv_cache_spec=spec, layer_names=["layer0"])
-    cache: Any = SimpleNamespace(kv_cache_groups=[group], num_blocks=8)
-    side = SchedulerConnector(config, cache, ConnectorConfig(first_contact_timeout_s=20.0))
-    endpoint = make_endpoint() if role == "kv_producer" else None
-    side.set_handshake({0: WorkerHandshake(0, endpoint, (make_geometry(),), True)})
-    pool: Any = FakeBlockPool(8)
-    side.bind_block_pool(pool)
-    return side
+FIRST_CONTACT_S = 20.0
 
 
 @pytest.fixture
 def p(monkeypatch: pytest.MonkeyPatch) -> Iterator[SchedulerConnector]:
-    side = make_side("kv_producer", monkeypatch)
+    side = make_side("kv_producer", monkeypatch, first_contact_timeout_s=FIRST_CONTACT_S)
     yield side
     side.shutdown()
 
 
 @pytest.fixture
 def d(monkeypatch: pytest.MonkeyPatch) -> Iterator[SchedulerConnector]:
-    side = make_side("kv_consumer", monkeypatch)
+    side = make_side("kv_consumer", monkeypatch, first_contact_timeout_s=FIRST_CONTACT_S)
     yield side
     side.shutdown()
 

@@ -82,6 +82,6 @@ class TestModelFacts:
     def test_nested_model_setting_counts(self) -> None:
         assert facts(rope={"theta": 1e6})["model_config"] != facts()["model_config"]
 
-    def test_draft_method_and_length_count(self) -> None:
+    def test_s28_refused_draft_method_or_length_that_differs(self) -> None:
         spec = SimpleNamespace(method="ngram", num_speculative_tokens=3)
         assert facts(spec=spec)["speculative"] == "ngram:3"

@@ -8,10 +8,10 @@ import pytest
 from fakes.rendezvous import CONTACT_S, LEASE_S, MAX_UNRESERVED, Rendezvous, make_lease
 
 from vllm_llmdd_connector.control.messages import Admitted, Gone, Queued
+from vllm_llmdd_connector.deadlines import SWEEP_S
 from vllm_llmdd_connector.scheduler import handover as handover_module
 from vllm_llmdd_connector.scheduler.handover import (
     MAX_SUITORS,
-    SWEEP_S,
     Gate,
     HandoverState,
 )

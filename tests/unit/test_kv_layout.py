@@ -115,13 +115,21 @@ class TestSeveralTensorsPerLayer:
         assert plan.regions[0].name == "a#0+a#1"
         assert plan.block_len == 2 * BLOCK_LEN
 
+    def test_layer_of_k_and_v_is_one_step_of_a_transfer(self) -> None:
+        (plan,) = plan_caches(
+            [["a", "b"]], {"a": (tensor(), tensor()), "b": (tensor(), tensor())}, NUM_BLOCKS
+        )
+        assert (plan.tensors_per_layer, plan.num_layers) == (2, 2)
+        (single,) = plan_caches([["a", "b"]], {"a": tensor(), "b": tensor()}, NUM_BLOCKS)
+        assert (single.tensors_per_layer, single.num_layers) == (1, 2)
+
     def test_parts_of_different_lengths_as_in_mla_get_a_cache_each(self) -> None:
         latent, rope = tensor((NUM_BLOCKS, 4, 1, 64)), tensor((NUM_BLOCKS, 4, 1, 8))
         assert [plan.block_len for plan in plan_one({"a": (latent, rope)})] == [512, 64]
 
 
 class TestKernelBlocks:
-    def test_smaller_kernel_blocks_are_joined_to_vllm_s_blocks(self) -> None:
+    def test_s27_wrong_output_none_with_smaller_kernel_blocks(self) -> None:
         cache = tensor((NUM_BLOCKS * 4, 2, 1, 8))
         (plan,) = plan_one({"a": cache})
         assert (plan.num_blocks, plan.block_len) == (NUM_BLOCKS, 4 * 2 * 8 * 2)

@@ -14,7 +14,7 @@ from hypothesis.stateful import (
     rule,
 )
 
-from vllm_llmdd_connector.scheduler.lease import Lease, LeaseEnd, LeaseTable
+from vllm_llmdd_connector.scheduler.lease import MAX_CONFIRMED, Lease, LeaseEnd, LeaseTable
 
 LEASE_S, MAX_LEASE_S = 10.0, 35.0
 
@@ -81,6 +81,40 @@ class TestDeadlines:
         table.drop(lease.production, "secret", 2)
         assert table.take_ended(11.0) == [lease]
 
+    def test_lease_whose_longest_claim_is_dropped_ends_with_the_next_one(
+        self, table: LeaseTable
+    ) -> None:
+        """Claim 2 has been renewed, then its end comes before the one that was expected."""
+        lease = open_lease(table)
+        claim(table, lease, 1, 0.0)
+        claim(table, lease, 2, 1.0)
+        table.renew(1, 5.0)
+        assert table.take_ended(12.0) == []
+        table.renew(2, 12.0)
+        table.drop(lease.production, "secret", 2)
+        assert table.take_ended(14.9) == []
+        assert table.take_ended(15.0) == [lease]
+
+    def test_renewals_leave_nothing_behind(self, table: LeaseTable) -> None:
+        """A D may send any number of them, and P looks after a lease when its time comes."""
+        leases = [open_lease(table, name) for name in ("p", "q")]
+        for number, lease in enumerate(leases):
+            claim(table, lease, number)
+        for count in range(1000):
+            assert table.renew(count % 2, count / 1000)
+        assert len(table._expiry) == len(leases)
+        assert table.take_ended(10.9) == []
+        assert table.take_ended(11.0) == leases
+
+    def test_claims_and_drops_leave_nothing_behind(self, table: LeaseTable) -> None:
+        lease = open_lease(table)
+        claim(table, lease, 1)
+        for count in range(1000):
+            claim(table, lease, 2 + count, count / 1000)
+            table.drop(lease.production, "secret", 2 + count)
+        assert len(table._expiry) == 1
+        assert table.take_ended(10.0) == [lease]
+
 
 class TestRelease:
     def test_all_ranks_of_the_only_claim_end_the_lease(self, table: LeaseTable) -> None:
@@ -128,6 +162,33 @@ class TestRelease:
         assert not release(table, lease, 1, rank=0)
         table.forget(lease)
         assert not release(table, lease, 1, rank=0)
+
+    def test_confirmation_is_repeated_when_the_blocks_have_been_freed(
+        self, table: LeaseTable
+    ) -> None:
+        """D asks again when the answer was lost. P may have stepped in between, freed the blocks
+        and said of the very same reading that it did not count."""
+        lease = open_lease(table)
+        claim(table, lease, 1)
+        assert release(table, lease, 1, 0)
+        assert release(table, lease, 1, 1)
+        assert table.take_ended(1.0) == [lease]
+        table.forget(lease)
+        assert release(table, lease, 1, 1)
+        assert not release(table, lease, 2, 1)
+        assert not table.release(lease.production, "another secret", 1, 1)
+
+    def test_number_of_confirmations_to_be_repeated_is_bounded(self) -> None:
+        table = LeaseTable(LEASE_S, MAX_LEASE_S, num_ranks=1)
+        leases = [open_lease(table) for _ in range(MAX_CONFIRMED + 1)]
+        for lease in leases:
+            assert release(table, lease, 1, 0)
+            claim(table, lease, 1)
+            table.drop(lease.production, "secret", 1)
+        for lease in table.take_ended(0.0):
+            table.forget(lease)
+        assert not release(table, leases[0], 1, 0)
+        assert release(table, leases[-1], 1, 0)
 
     def test_confirmation_before_the_end_is_repeated_after_it_for_that_rank_only(
         self, table: LeaseTable
@@ -243,6 +304,27 @@ class TestProductions:
         assert claim(table, lease, 1) is lease
 
 
+class TestOvertaken:
+    """Claims and releases come over different connections, and a claim is repeated."""
+
+    def test_claim_after_its_last_release_is_refused(self, table: LeaseTable) -> None:
+        """It would have held the blocks for another ``lease_s``, for nobody."""
+        lease = open_lease(table)
+        claim(table, lease, 1)
+        claim(table, lease, 2)
+        for rank in (0, 1):
+            release(table, lease, 1, rank)
+        assert "released or dropped" in str(claim(table, lease, 1))
+        assert list(lease.claims) == [2]
+
+    def test_claim_after_its_drop_is_refused(self, table: LeaseTable) -> None:
+        lease = open_lease(table)
+        claim(table, lease, 2)
+        table.drop(lease.production, "secret", 1)
+        assert "released or dropped" in str(claim(table, lease, 1))
+        assert list(lease.claims) == [2]
+
+
 class TestRefusal:
     def test_wrong_secret_hash_or_number_is_refused_in_words(self, table: LeaseTable) -> None:
         lease = open_lease(table)
@@ -288,6 +370,8 @@ class Leases(RuleBasedStateMachine):
         self.ended: set[int] = set()
         self.last_sign_s: dict[int, float] = {}
         self.confirmed: set[tuple[int, int, int]] = set()
+        self.past: set[tuple[int, int, int]] = set()
+        """Confirmed ones of released leases whose blocks are freed."""
 
     @rule(target=open_leases, held=st.frozensets(st.integers(1, 9), min_size=1, max_size=5))
     def open(self, held: frozenset[int]) -> int:
@@ -326,11 +410,13 @@ class Leases(RuleBasedStateMachine):
         secret=st.sampled_from(["secret", "secret", "guess"]),
     )
     def release(self, production: int, claim_id: int, rank: int, secret: str) -> None:
-        """Confirmed for the first time only before the end, and again until all is forgotten."""
+        """Confirmed for the first time only before the end, and again after it: of a lease that was
+        released even when its blocks are freed."""
         lease = self.opened.get(production)
         reader = (production, claim_id, rank)
         is_live = lease is not None and lease.end is None
-        expected = is_live or (lease is not None and reader in self.confirmed)
+        is_repeated = reader in self.confirmed and (lease is not None or reader in self.past)
+        expected = is_live or is_repeated
         answer = self.table.release(production, secret, claim_id, rank)
         assert answer == (expected and secret == "secret")
         if answer:
@@ -348,7 +434,10 @@ class Leases(RuleBasedStateMachine):
 
     @rule(production=consumes(ended_leases))
     def vllm_frees(self, production: int) -> None:
-        self.table.forget(self.opened.pop(production))
+        lease = self.opened.pop(production)
+        self.table.forget(lease)
+        if lease.end is LeaseEnd.RELEASED:
+            self.past |= {reader for reader in self.confirmed if reader[0] == production}
 
     @invariant()
     def held_blocks_are_those_of_all_leases_that_are_not_forgotten(self) -> None:

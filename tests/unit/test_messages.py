@@ -21,6 +21,8 @@ from vllm_llmdd_connector.control.messages import (
     BlockSpan,
     CacheToken,
     Cancel,
+    CancelAck,
+    CancelAll,
     Claim,
     Done,
     Drop,
@@ -59,6 +61,8 @@ RESERVE = Reserve(
     reservation=BIG,
     spans=(BlockSpan(first=0, count=3), BlockSpan(first=2, count=0)),
     tokens=(CacheToken(model_id=0, token=BIG),),
+    blocks=((5, 2**31 - 1, 6), ()),
+    link_number=BIG,
 )
 MESSAGES: list[AnyMessage] = [
     make_welcome(),
@@ -77,9 +81,11 @@ MESSAGES: list[AnyMessage] = [
     Admitted(claim_id=BIG),
     RESERVE,
     Cancel(to_cluster=1, transfer_id="t", reservation=BIG),
+    CancelAll(to_cluster=1, cluster_id=2**48 - 1, link_number=BIG),
+    CancelAck(transfer_id="t", reservation=BIG),
     Done(transfer_id="t", reservation=BIG, production=7),
     Void(transfer_id="t", reservation=BIG),
-    Failed(transfer_id="t", reservation=BIG, reason="torn"),
+    Failed(transfer_id="t", reservation=BIG, reason="torn", link_lost=True),
 ]
 json_like = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.text() | st.binary(),

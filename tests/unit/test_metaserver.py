@@ -10,6 +10,7 @@ from fakes.clock import wait_for
 from fakes.http_server import FakeMetaserver, serving
 
 from vllm_llmdd_connector.control.metaserver import MetaserverClient, check_metaserver
+from vllm_llmdd_connector.deadlines import Deadlines
 from vllm_llmdd_connector.errors import RemoteProtocolError
 
 LOOPBACK = ("127.0.0.0/8",)
@@ -19,7 +20,7 @@ class Posts:
     """A client with the answers of its posts."""
 
     def __init__(self) -> None:
-        self.client = MetaserverClient(connect_timeout_s=20.0)
+        self.client = MetaserverClient(Deadlines(first_contact_timeout_s=20.0))
         self.answers: dict[str, list[str]] = {}
 
     def post(self, url: str, key: str = "k", body: dict[str, object] | None = None) -> None:

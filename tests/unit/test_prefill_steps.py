@@ -78,7 +78,7 @@ class TestChunks:
     ) -> None:
         assert follower.new([1, 2, 6], 8, computed=32).chunks == [chunk((1, 2, 6), 40)]
 
-    def test_lookahead_and_generated_tokens_are_not_the_prompt_s(self, follower: Follower) -> None:
+    def test_s28_wrong_output_none_of_lookahead_blocks(self, follower: Follower) -> None:
         assert follower.new([4, 5, 6, 7, 8], 45).chunks == [chunk((4, 5, 6), 40)]
         after = follower.go_on([9], 1, 40)
         assert (after.chunks, after.completed) == ([], [])

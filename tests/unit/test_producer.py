@@ -44,9 +44,7 @@ class TestHandOver:
         assert prefiller.pool.in_use == [4, 5, 6]
         assert prefiller.message().is_empty
 
-    def test_blocks_behind_the_prompt_are_neither_named_nor_held(
-        self, prefiller: Prefiller
-    ) -> None:
+    def test_s28_leak_none_of_lookahead_blocks(self, prefiller: Prefiller) -> None:
         params = prefiller.finish(blocks=(4, 5, 6, 7, 8))
         assert params is not None
         assert params["remote_block_ids"] == [[4, 5, 6]]

@@ -13,14 +13,15 @@ from fakes.threads import falls_asleep
 from vllm_llmdd_connector.control.messages import (
     BlockSpan,
     CacheToken,
+    CancelAck,
     Done,
     Failed,
     Renew,
     Void,
 )
 from vllm_llmdd_connector.errors import RemoteProtocolError
-from vllm_llmdd_connector.worker import push as push_module
-from vllm_llmdd_connector.worker.push import MAX_STARTED
+from vllm_llmdd_connector.worker import senders
+from vllm_llmdd_connector.worker.senders import MAX_STARTED
 
 DONE = Done(transfer_id="t", reservation=1, production=7)
 VOID = Void(transfer_id="t", reservation=1)
@@ -97,7 +98,7 @@ class TestStart:
 
 
 class TestDone:
-    def test_done_comes_when_every_transfer_has_ended_and_not_before(
+    def test_s26_wrong_output_none_since_done_comes_last(
         self, make_side: Callable[..., PushSide]
     ) -> None:
         side = make_side(plans=TWO_CACHES)
@@ -107,7 +108,7 @@ class TestDone:
         assert len(side.tasks) == 4
         for task in side.tasks[:3]:
             task.end()
-        wait_for(lambda: side.pusher._senders[D]._started[0].task is side.tasks[3], "three ends")
+        wait_for(lambda: side.senders[D]._started[0].task is side.tasks[3], "three ends")
         assert side.answers == []
         side.tasks[3].end()
         assert side.wait_answers() == [DONE]
@@ -120,7 +121,7 @@ class TestDone:
         side.reserve()
         side.step(20, 4, 5)
         side.tasks[0].end()
-        wait_for(lambda: not side.pusher._senders[D]._started, "the end")
+        wait_for(lambda: not side.senders[D]._started, "the end")
         assert side.answers == []
         side.step(40, 6)
         side.tasks[1].end()
@@ -153,7 +154,7 @@ class TestVoid:
         side.pusher.void([7])
         assert side.answers == [VOID]
         side.tasks[0].end()
-        wait_for(lambda: not side.pusher._senders[D]._started, "the end")
+        wait_for(lambda: not side.senders[D]._started, "the end")
         assert side.answers == [VOID]
 
     def test_void_after_done_says_nothing(self, side: PushSide) -> None:
@@ -168,14 +169,14 @@ class TestVoid:
         """An end that is seen while the void is applied waits for it, and comes too late."""
         side.reserve()
         side.step()
-        piece = side.pusher._senders[D]._started[0]
+        piece = side.senders[D]._started[0]
         with side.pusher._lock:
             side.tasks[0].end()
             assert falls_asleep(side.threads(D)[0])
             assert not piece.order.reservation.is_over
             lost = side.pusher._plan.void(7)
         assert [reservation.message.reservation for reservation in lost] == [1]
-        wait_for(lambda: not side.pusher._senders[D]._started, "the end")
+        wait_for(lambda: not side.senders[D]._started, "the end")
         assert side.answers == []
 
     def test_next_production_is_pushed_into_the_next_reservation(self, side: PushSide) -> None:
@@ -199,12 +200,13 @@ class TestFailure:
         side.reserve()
         side.step()
         for task in side.tasks:
-            task.end("LLM_TIMEOUT")
+            task.end("LLM_TIMEOUT: a layer was not there within 1 s")
         (answer,) = side.wait_answers()
         assert isinstance(answer, Failed)
         assert (answer.transfer_id, answer.reservation) == ("t", 1)
         assert "LLM_TIMEOUT" in answer.reason
-        wait_for(lambda: not side.pusher._senders[D]._started, "both ends")
+        assert answer.link_lost
+        wait_for(lambda: not side.senders[D]._started, "both ends")
         assert len(side.answers) == 1
         assert side.figures()[1] == {"push": 1}
 
@@ -228,7 +230,7 @@ class TestFailure:
         side.reserve()
         side.step(20, 4, 5)
         side.tasks[0].end("LLM_KV_CACHE_NOT_EXIST")
-        wait_for(lambda: not side.pusher._senders[D]._started, "the end")
+        wait_for(lambda: not side.senders[D]._started, "the end")
         side.step(40, 6)
         assert len(side.tasks) == 1
         assert (side.answers, side.figures()[1]) == ([], {})
@@ -253,14 +255,17 @@ class TestFailure:
 
 
 class TestCancel:
-    def test_cancelled_reservation_is_sent_and_told_nothing_more(self, side: PushSide) -> None:
+    def test_cancelled_reservation_is_acknowledged_and_sent_nothing_more(
+        self, side: PushSide
+    ) -> None:
         side.reserve()
         side.step(20, 4, 5)
         side.cancel()
         side.step(40, 6)
         side.tasks[0].end()
-        wait_for(lambda: not side.pusher._senders[D]._started, "the end")
-        assert (len(side.tasks), side.answers) == (1, [])
+        wait_for(lambda: not side.senders[D]._started, "the end")
+        ack = CancelAck(transfer_id="t", reservation=1)
+        assert (len(side.tasks), side.answers) == (1, [ack])
 
     def test_cancelled_transfers_that_wait_are_not_started(self, side: PushSide) -> None:
         for number in range(MAX_STARTED + 1):
@@ -269,7 +274,7 @@ class TestCancel:
         side.cancel(MAX_STARTED)
         for task in list(side.tasks):
             task.end()
-        side.wait_answers(MAX_STARTED)
+        side.wait_answers(MAX_STARTED + 1)
         assert len(side.tasks) == MAX_STARTED
 
 
@@ -301,10 +306,10 @@ class TestThreads:
         side.step()
         (thread,) = side.threads(D)
         assert falls_asleep(thread)
-        monkeypatch.setattr(push_module, "IDLE_S", 0.01)
+        monkeypatch.setattr(senders, "IDLE_S", 0.01)
         side.tasks[0].end()
         wait_for(lambda: not thread.is_alive(), "the thread's end")
-        assert side.pusher._senders == {}
+        assert side.senders == {}
         monkeypatch.undo()
         side.reserve(2)
         side.tasks[1].end()

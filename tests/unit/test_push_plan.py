@@ -38,6 +38,7 @@ def make_reserve(reservation: int = 1, *spans: tuple[int, int], transfer_id: str
         reservation=reservation,
         spans=tuple(BlockSpan(first=first, count=count) for first, count in spans or ((0, 3),)),
         tokens=(),
+        link_number=1,
     )
 
 
@@ -214,6 +215,23 @@ class TestCancel:
         planner.plan.cancel("unknown", 2)
         (order,) = planner.plan.advance(chunk(40, (4, 5, 6)), 1)
         assert order.reservation.message.reservation == 2
+
+
+class TestLose:
+    def test_lost_ones_are_returned_and_parked_ones_forgotten(self, planner: Planner) -> None:
+        planner.reserve(1)
+        planner.reserve(2)
+        planner.reserve(3, transfer_id="parked")
+        planner.plan.advance(chunk(16, (4,)), 1)
+        planner.plan.cancel("t", 2)
+        lost = planner.plan.lose(lambda reservation: reservation.message.cluster_id == 0xD)
+        assert {reservation.message.reservation for reservation in lost} == {1, 3}
+        assert planner.plan.num_parked == 0
+
+    def test_others_stay(self, planner: Planner) -> None:
+        planner.reserve(1)
+        assert planner.plan.lose(lambda reservation: False) == []
+        assert planner.plan.num_parked == 1
 
 
 class TestVoid:

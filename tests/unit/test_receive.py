@@ -3,116 +3,25 @@
 from __future__ import annotations
 
 import math
-from typing import Any, cast
+from typing import Any
 
 import pytest
+from fakes.receive_side import BOTH_GROUPS, DEADLINE_S, NOW_S, D, P, Side
 
-from vllm_llmdd_connector.control.channel import Dialer
 from vllm_llmdd_connector.control.messages import (
     BlockSpan,
     CacheToken,
     Cancel,
     Done,
     Failed,
-    Message,
     Queued,
-    Reserve,
     Void,
 )
-from vllm_llmdd_connector.errors import TransferError
-from vllm_llmdd_connector.layout.kv_layout import CachePlan, Region
 from vllm_llmdd_connector.metadata import ReceiveJob
 from vllm_llmdd_connector.scheduler.block_map import WantedBlocks
-from vllm_llmdd_connector.worker.receive import Receive, Receiver
+from vllm_llmdd_connector.worker.receive import Receive
 
-P, D = 0xA, 0xD
-DEADLINE_S = 60.0
-PLANS = [
-    CachePlan(0, 0, 100, 64, (Region("a", 0, 64, ("a",)),)),
-    CachePlan(1, 0, 100, 32, (Region("b", 0, 32, ("b",)),)),
-    CachePlan(2, 1, 100, 64, (Region("c", 0, 64, ("c",)),)),
-]
-BOTH_GROUPS = [WantedBlocks([5, 6], 1), WantedBlocks([7], 2)]
 FIRST_GROUP = [WantedBlocks([5, 6], 1), WantedBlocks([], 3)]
-
-
-class RecordingEngine:
-    """Tokens count up; ``log`` keeps the order of everything that a test looks at."""
-
-    cluster_id = D
-
-    def __init__(self, log: list[str]) -> None:
-        self._log = log
-        self._last_token = 0
-        self.open: dict[int, tuple[int, list[int]]] = {}
-        self.fail_at = -1
-        """Opening a reservation of this cache fails."""
-
-    def open_reservation(self, plan: CachePlan, blocks: list[int]) -> int:
-        if plan.model_id == self.fail_at:
-            raise TransferError("no room")
-        self._last_token += 1
-        self.open[self._last_token] = (plan.model_id, blocks)
-        return self._last_token
-
-    def close_reservation(self, token: int) -> None:
-        del self.open[token]
-        self._log.append("closed")
-
-
-class RecordingDialer:
-    def __init__(self) -> None:
-        self.sent: list[Message] = []
-
-    def send(self, messages: list[Message]) -> None:
-        self.sent.extend(messages)
-
-
-class Side:
-    """One ``Receiver`` and what it did."""
-
-    def __init__(self) -> None:
-        self.log: list[str] = []
-        self.engine = RecordingEngine(self.log)
-        self.receiver = Receiver(self.engine, PLANS, P)
-        self._dialer = RecordingDialer()
-        self.dialer = cast(Dialer, self._dialer)
-
-    def begin(self, request_id: str = "r", **changes: Any) -> Reserve:
-        fields = {
-            "request_id": request_id,
-            "transfer_id": "t",
-            "claim_id": 1,
-            "control_address": ("127.0.0.1", 1),
-            "session": 5,
-            "workers": (),
-            "groups": BOTH_GROUPS,
-            "loaded_blocks": [],
-            "timeout_s": DEADLINE_S,
-        }
-        job = ReceiveJob(**{**fields, **changes})
-        receive = Receive(
-            job,
-            DEADLINE_S,
-            on_done=lambda production: self.log.append(f"done {production}"),
-            on_failed=lambda reason: self.log.append(f"failed {reason}"),
-        )
-        self.receiver.begin(receive, self.dialer)
-        return self.last_reserve()
-
-    def last_reserve(self) -> Reserve:
-        return [message for message in self.sent if isinstance(message, Reserve)][-1]
-
-    @property
-    def sent(self) -> list[Message]:
-        return self._dialer.sent
-
-    def hear(self, message: Any) -> None:
-        self.receiver.on_message(message, self.dialer)
-
-    def done(self, reserve: Reserve, **changes: Any) -> None:
-        fields = {"transfer_id": "t", "reservation": reserve.reservation, "production": 7}
-        self.hear(Done(**{**fields, **changes}))
 
 
 @pytest.fixture
@@ -166,6 +75,26 @@ class TestEnds:
         side.hear(failed)
         assert side.log == ["closed"] * 3 + ["failed torn"]
         assert len(side.sent) == 1
+
+    def test_lost_link_is_dropped_and_fails_every_push_over_it(self, side: Side) -> None:
+        """It stayed as it was, and every later push over it failed."""
+        reserve = side.begin("r1")
+        side.begin("r2")
+        number = reserve.reservation
+        side.hear(Failed(transfer_id="t", reservation=number, reason="torn", link_lost=True))
+        assert side.log == ["link dropped", *(["closed"] * 3 + ["failed torn"]) * 2]
+        assert (side.engine.open, len(side.receiver)) == ({}, 0)
+
+    def test_loss_of_an_earlier_link_ends_nothing_over_the_next_one(self, side: Side) -> None:
+        """A failed pull had D link anew beside two pushes; P's word about the first one then took
+        the new link down, with the second one and what had just been reserved over it."""
+        first, _ = side.begin("r1"), side.begin("r2")
+        side.link.number += 1
+        side.begin("r3")
+        number = first.reservation
+        side.hear(Failed(transfer_id="t", reservation=number, reason="torn", link_lost=True))
+        assert [line for line in side.log if line != "closed"] == ["failed torn"]
+        assert len(side.receiver) == 2
 
     def test_void_closes_and_reserves_again_under_another_name(self, side: Side) -> None:
         first = side.begin(groups=FIRST_GROUP)
@@ -226,7 +155,7 @@ class TestStale:
 class TestGivingUp:
     def test_given_up_request_is_closed_told_and_cancelled_at_p(self, side: Side) -> None:
         reserve = side.begin()
-        side.receiver.give_up("r", "aborted", side.dialer)
+        side.receiver.give_up("r", "aborted", side.dialer, NOW_S)
         assert side.log == ["closed"] * 3 + ["failed aborted"]
         assert side.sent[-1] == Cancel(
             to_cluster=P, transfer_id="t", reservation=reserve.reservation
@@ -238,13 +167,13 @@ class TestGivingUp:
         first = side.begin()
         side.hear(Void(transfer_id="t", reservation=first.reservation))
         second = side.last_reserve()
-        side.receiver.give_up("r", "aborted", side.dialer)
+        side.receiver.give_up("r", "aborted", side.dialer, NOW_S)
         cancel = side.sent[-1]
         assert isinstance(cancel, Cancel)
         assert cancel.reservation == second.reservation
 
     def test_unknown_request_is_no_error(self, side: Side) -> None:
-        side.receiver.give_up("stranger", "aborted", side.dialer)
+        side.receiver.give_up("stranger", "aborted", side.dialer, NOW_S)
         assert (side.log, side.sent) == ([], [])
 
     def test_request_ends_at_its_deadline_and_not_before(self, side: Side) -> None:
@@ -260,6 +189,6 @@ class TestGivingUp:
     def test_lost_peer_fails_everything_and_is_told_nothing(self, side: Side) -> None:
         side.begin("r1")
         side.begin("r2")
-        side.receiver.close("lost")
+        side.receiver.close("lost", NOW_S)
         assert side.log == (["closed"] * 3 + ["failed lost"]) * 2
         assert (len(side.sent), side.engine.open, len(side.receiver)) == (2, {}, 0)

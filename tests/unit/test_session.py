@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from contract.examples import examples
 from fakes.builders import (
     INSTANCE,
     SECRET,
@@ -35,7 +36,6 @@ from vllm_llmdd_connector.control.messages import (
     read_fingerprint,
 )
 from vllm_llmdd_connector.control.session import (
-    RESEND_S,
     ClientSession,
     Granted,
     InQueue,
@@ -43,8 +43,9 @@ from vllm_llmdd_connector.control.session import (
     Outcome,
     Reaction,
     Refused,
-    SessionState,
 )
+from vllm_llmdd_connector.control.session_state import SessionState
+from vllm_llmdd_connector.deadlines import RESEND_S, Deadlines
 from vllm_llmdd_connector.errors import LocalProtocolError
 from vllm_llmdd_connector.params import AnyTicket
 
@@ -54,7 +55,7 @@ TICKET = make_ticket()
 
 
 def make_session() -> ClientSession:
-    return ClientSession(ADDRESS, make_fingerprint(), takes_push=True)
+    return ClientSession(ADDRESS, make_fingerprint(), takes_push=True, deadlines=Deadlines())
 
 
 def ready_session() -> ClientSession:
@@ -174,11 +175,42 @@ class TestReady:
         assert names(last) == ["Drop"]
         assert session.tick(200.0) == Reaction()
 
-    def test_ticket_of_an_earlier_process_is_refused_without_asking(self) -> None:
-        session = ready_session()
+    def test_ticket_of_an_earlier_process_is_refused_when_p_says_that_it_is_the_same(self) -> None:
+        session = granted_session()
         reaction = session.claim(2, make_ticket(instance="older"), 100.0, 0.0)
-        assert reaction.outcomes == [Refused(2, "claim", "the prefill server was restarted")]
-        assert names(reaction) == []
+        assert (reaction.outcomes, names(reaction)) == ([], ["Hello"])
+        answer = session.on_message(make_welcome(), 0.1)
+        assert answer.outcomes == [Refused(2, "claim", "the prefill server was restarted")]
+        assert names(answer) == []
+        assert session.num_claims == 1
+
+    def test_ticket_of_a_later_process_is_claimed_when_p_says_that_it_is_another(self) -> None:
+        """P's machine had lost its power: no connection was closed, and D's session was READY.
+
+        D refused every ticket of the new process without sending anything, so nothing ever told it
+        that its session was over, and it prefilled all prompts of this P itself for good.
+        """
+        session = granted_session()
+        later = make_ticket(instance="later")
+        assert names(session.claim(2, later, 100.0, 0.0)) == ["Hello"]
+        answer = session.on_message(make_welcome(session=6, instance="later"), 0.1)
+        assert answer.outcomes == [Refused(1, "claim", "the prefill server was restarted")]
+        (claim,) = answer.send
+        assert isinstance(claim, Claim)
+        assert (claim.session, claim.claim_id) == (6, 2)
+
+    def test_p_that_does_not_say_who_it_is_is_asked_again_until_the_deadline(self) -> None:
+        session = granted_session()
+        session.claim(2, make_ticket(instance="later"), 2.5, 0.0)
+        assert names(session.tick(RESEND_S)) == ["Hello"]
+        (outcome,) = session.tick(2.5).outcomes
+        assert isinstance(outcome, Refused)
+        assert outcome.claim_id == 2
+
+    def test_welcome_that_nobody_asked_for_changes_nothing(self) -> None:
+        session = granted_session()
+        assert session.on_message(make_welcome(session=4, instance="older"), 0.1) == Reaction()
+        assert session.num_claims == 1
 
     def test_granted_claims_are_renewed_until_finished(self) -> None:
         session = granted_session()
@@ -382,4 +414,4 @@ class LossyConversation(RuleBasedStateMachine):
 
 
 TestLossyConversation = LossyConversation.TestCase
-TestLossyConversation.settings = settings(max_examples=40)
+TestLossyConversation.settings = settings(examples(40))

@@ -26,7 +26,6 @@ from vllm_llmdd_connector.control.messages import (
     Unknown,
 )
 from vllm_llmdd_connector.control.session import (
-    RESEND_S,
     ClientSession,
     Granted,
     InQueue,
@@ -36,6 +35,7 @@ from vllm_llmdd_connector.control.session import (
     Refused,
     SessionState,
 )
+from vllm_llmdd_connector.deadlines import RESEND_S, Deadlines
 
 APPOINTMENT = make_appointment()
 RENEW_S = 10.0
@@ -43,7 +43,7 @@ QUEUED, ADMITTED = Queued(claim_id=1), Admitted(claim_id=1)
 
 
 def opening_session(takes_push: bool = True) -> ClientSession:
-    session = ClientSession(("127.0.0.1", 4000), make_fingerprint(), takes_push)
+    session = ClientSession(("127.0.0.1", 4000), make_fingerprint(), takes_push, Deadlines())
     session.claim(1, APPOINTMENT, 5.0, 0.0)
     return session
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 pytest.importorskip("vllm_llmdd_connector.datadist", exc_type=ImportError)
 from fakes import strict_vendor as api
+from fakes.strict_managers import ALIGNMENT
 from fakes.strict_vendor import LLMDataDist, Violation
 
 BLOCKS, BLOCK = 4, 16
@@ -97,3 +99,39 @@ def test_calls_that_must_not_overlap_are_violations(
         refused(
             lambda: manager.pull_blocks(api.BlocksCacheKey(8), cache, [0], [0]), "LLM_NOT_YET_LINK"
         )
+
+
+def test_layer_wise_transfer_uses_its_link_until_its_end(datadist: LLMDataDist) -> None:
+    memory = ctypes.create_string_buffer(2 * ALIGNMENT + BLOCKS * BLOCK)
+    address = -(-ctypes.addressof(memory) // ALIGNMENT) * ALIGNMENT
+    manager, entered, go_on = datadist.cache_manager, threading.Event(), threading.Event()
+    cache = manager.register_blocks_cache(
+        api.CacheDesc(2, [BLOCKS, BLOCK], api.DataType.DT_UINT8, api.Placement.DEVICE),
+        [address, address],
+        api.BlocksCacheKey(1),
+        True,
+    )
+
+    class Held(api.LayerSynchronizer):
+        def synchronize_layer(self, layer_index: int, timeout_in_millis: int | None) -> bool:
+            entered.set()
+            return not go_on.wait(20)
+
+    def transfer(cluster_id: int) -> Any:
+        key = api.BlocksCacheKey(cluster_id)
+        config = api.TransferWithCacheKeyConfig(key, range(1), range(1))
+        return manager.transfer_cache_async(cache, Held(), [config], [0], [0])
+
+    task = transfer(9)
+    assert entered.wait(20)
+    with pytest.raises(Violation, match="pull beside another call on the link to 9"):
+        manager.pull_blocks(api.BlocksCacheKey(9), cache, [0], [0])
+    with pytest.raises(Violation, match="transfer_cache_async beside another transfer"):
+        transfer(8)
+    with pytest.raises(Violation, match="push beside another transfer"):
+        manager.push_blocks(api.BlocksCacheKey(8), cache, [0], [0])
+    with pytest.raises(Violation, match=r"finalize beside calls on links \[9\]"):
+        datadist.finalize()
+    go_on.set()
+    assert task.synchronize().name == "LLM_PARAM_INVALID"
+    refused(lambda: manager.pull_blocks(api.BlocksCacheKey(9), cache, [0], [0]), "LLM_NOT_YET_LINK")

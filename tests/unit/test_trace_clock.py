@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_llmdd_connector.control.messages import Hello, decode, encode
-from vllm_llmdd_connector.control.session import RESEND_S, ClientSession
+from vllm_llmdd_connector.control.session import ClientSession
+from vllm_llmdd_connector.deadlines import RESEND_S, Deadlines
 from vllm_llmdd_connector.trace.clock import estimate
 
 SECONDS = st.floats(0, 1e6)
@@ -30,7 +31,7 @@ def test_equal_ways_give_the_offset_itself(sent: float, way: float, offset: floa
 
 class TestSession:
     def open(self) -> tuple[ClientSession, Hello]:
-        session = ClientSession(("127.0.0.1", 4000), make_fingerprint(), True)
+        session = ClientSession(("127.0.0.1", 4000), make_fingerprint(), True, Deadlines())
         (hello,) = session.claim(1, make_ticket(), 100.0, 10.0).send
         assert isinstance(hello, Hello)
         return session, hello

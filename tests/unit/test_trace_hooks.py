@@ -61,6 +61,15 @@ class TestSteps:
         assert step.end_ns is not None
         assert step.at_ns <= a.at_ns <= b.at_ns <= step.end_ns
 
+    def test_first_hook_of_a_layer_is_recorded(self, trace: Recorded) -> None:
+        """vLLM-Ascend has two, and the layer may be sent from the first one on."""
+        steps = StepTrace(trace)
+        steps.begin([CHUNK])
+        for layer in "aab":
+            steps.layer_computed(layer)
+        steps.end()
+        assert [event.args.get("layer") for event in trace.events[1:]] == ["a", "b"]
+
     def test_layers_of_other_steps_are_not_recorded(self, trace: Recorded) -> None:
         steps = StepTrace(trace)
         steps.layer_computed("a")

@@ -194,7 +194,7 @@ class TestGiveUp:
         p.rank.worker.forward_ended()
         pusher = p.rank.worker._pusher
         assert pusher is not None
-        (sender,) = pusher._senders.values()
+        (sender,) = pusher._carrier.by_cluster.values()  # type: ignore[union-attr]
         wait_for(lambda: not sender._started, "the transfer's end")
         assert [cache[4:6].unique().tolist() for cache in d.caches.values()] == [[77], [77]]
 

@@ -1,18 +1,24 @@
 """Sockets and threads of the control plane: ZMQ ROUTER where P listens, DEALER where D dials.
 
 All protocol decisions are elsewhere (``session.py``, ``Producer``); this file moves frames, bounds
-their size, and sleeps in ``poll`` when there is nothing to do.
+their size and number, and sleeps in ``poll`` when there is nothing to do. With a ``KeySet`` both
+sides prove that they have its keys, and everything is encrypted (CURVE).
 """
 
 import os
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import zmq
+from zmq.utils.monitor import parse_monitor_message
 
+from vllm_llmdd_connector.control.gate import HANDSHAKE_FAILED, Gatekeeper, RateLimit
+from vllm_llmdd_connector.control.keys import KeySet
 from vllm_llmdd_connector.control.messages import (
     MAX_MESSAGE_BYTES,
+    MAX_REQUEST_BYTES,
     AnyMessage,
     Message,
     decode,
@@ -25,7 +31,8 @@ from vllm_llmdd_connector.log import get_logger
 logger = get_logger(__name__)
 
 _MAX_BATCH = 64
-_LOST_EVENTS = zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED
+_LOST_EVENTS = zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED | HANDSHAKE_FAILED
+_PEER = b""
 
 
 class Wake:
@@ -50,14 +57,47 @@ class Wake:
         os.close(self._fd)
 
 
+class Sleeper:
+    """Where a thread sleeps until a socket can be read or another thread wakes it.
+
+    ``wake`` is for any thread, the rest for the one that sleeps.
+    """
+
+    def __init__(self) -> None:
+        self._wake = Wake()
+        self._poller = zmq.Poller()
+        self._poller.register(self._wake.fileno(), zmq.POLLIN)
+
+    def wake(self) -> None:
+        self._wake.set()
+
+    def watch(self, *sockets: "zmq.Socket[bytes]") -> None:
+        """Wake up for these, too."""
+        for socket in sockets:
+            self._poller.register(socket, zmq.POLLIN)
+
+    def ignore(self, *sockets: "zmq.Socket[bytes]") -> None:
+        """Not any more; before they are closed."""
+        for socket in sockets:
+            self._poller.unregister(socket)
+
+    def sleep(self, timeout_ms: int | None = None) -> None:
+        """Returns at the timeout at the latest; without one it may sleep for ever."""
+        self._poller.poll(timeout_ms)
+        self._wake.clear()
+
+    def close(self) -> None:
+        self._wake.close()
+
+
 def tcp_url(host: str, port: int) -> str:
     """ZMQ's spelling of an address; IPv6 literals need brackets."""
     return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 
 
-def _bounded(socket: zmq.Socket[bytes], host: str) -> zmq.Socket[bytes]:
+def _bounded(socket: zmq.Socket[bytes], host: str, max_bytes: int) -> zmq.Socket[bytes]:
     socket.setsockopt(zmq.LINGER, 0)
-    socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+    socket.setsockopt(zmq.MAXMSGSIZE, max_bytes)
     if ":" in host:
         socket.setsockopt(zmq.IPV6, 1)
     return socket
@@ -77,15 +117,33 @@ class Server:
     thread.
     """
 
-    def __init__(self, name: str, host: str, port: int, count_junk: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        name: str,
+        host: str,
+        port: int,
+        count_junk: Callable[[], None],
+        keys: KeySet | None = None,
+    ) -> None:
+        """``count_junk``: told of each message or connection that was not taken. Without ``keys``
+        everybody who reaches the port may talk.
+
+        Raises:
+            ConfigError: the port is taken, or the address is not of this machine.
+        """
         self._name = name
         self._count_junk = count_junk
+        self._limit = RateLimit()
+        self._warned: set[str] = set()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._socket = _bounded(self._context.socket(zmq.ROUTER), host)
+        self._socket = _bounded(self._context.socket(zmq.ROUTER), host, MAX_REQUEST_BYTES)
+        self._gatekeeper: Gatekeeper | None = None
+        if keys is not None:
+            self._gatekeeper = Gatekeeper(self._context, self._socket, keys)
         try:
             self._socket.bind(tcp_url(host, port))
         except zmq.ZMQError as error:
-            self._socket.close()
+            self._close_sockets()
             self._context.term()
             raise ConfigError(_bind_error(host, port, error)) from None
         endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
@@ -112,31 +170,57 @@ class Server:
         if self._thread is not None:
             self._wake.set()
             self._thread.join()
-        self._socket.close()
+        self._close_sockets()
         self._context.term()
         self._wake.close()
+
+    def _close_sockets(self) -> None:
+        if self._gatekeeper is not None:
+            self._gatekeeper.close()
+        self._socket.close()
 
     def _run(self) -> None:
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._wake.fileno(), zmq.POLLIN)
+        if self._gatekeeper is not None:
+            poller.register(self._gatekeeper.questions, zmq.POLLIN)
+            poller.register(self._gatekeeper.failures, zmq.POLLIN)
         while not self._stopping:
             poller.poll()
             self._wake.clear()
+            if self._gatekeeper is not None:
+                self._note_refused(self._gatekeeper.answer())
             self._receive_some()
             self._send_outbox()
 
+    def _note_refused(self, num_failed: int) -> None:
+        for _ in range(num_failed):
+            self._count_junk()
+        if num_failed:
+            self._warn_once("a connection without a key of keys_dir was refused")
+
+    def _warn_once(self, what: str) -> None:
+        """Strangers can do it as often as they like, and are to write no log."""
+        if what not in self._warned:
+            self._warned.add(what)
+            logger.warning("%s: %s; others are only counted (junk_messages)", self._name, what)
+
     def _receive_some(self) -> None:
         """A bounded number, so that one peer's flood does not hold back the others' answers."""
+        now_s = time.monotonic()
         for _ in range(_MAX_BATCH):
             try:
                 frames = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            if len(frames) != 2:
+            if not self._limit.allows(frames[0], sum(map(len, frames)), now_s):
+                self._count_junk()
+                self._warn_once("messages of a peer that sends too many were dropped")
+            elif len(frames) != 2:
                 self._drop_junk(f"{len(frames) - 1} frames instead of 1")
-                continue
-            self._handle(frames[0], frames[1])
+            else:
+                self._handle(frames[0], frames[1])
 
     def _handle(self, identity: bytes, frame: bytes) -> None:
         assert self._handler is not None
@@ -161,6 +245,8 @@ class Server:
             self._outbox.append((identity, message))
             if threading.current_thread() is not self._thread:
                 self._wake.set()
+            else:
+                self._limit.charge_answer(identity)
 
     def _send_outbox(self) -> None:
         with self._lock:
@@ -185,16 +271,30 @@ def _bind_error(host: str, port: int, error: zmq.ZMQError) -> str:
 class Dialer:
     """One DEALER connection to a ``Server``, for use by one thread.
 
-    ``fileno``-style polling: register ``socket`` and ``monitor`` in a poller, then call ``receive``
-    and ``was_lost``. What cannot even be an address raises ``LinkError`` at construction.
+    A ``Sleeper`` watches ``socket`` and ``monitor``; then call ``receive`` and ``was_lost``. What
+    cannot even be an address raises ``LinkError`` at construction.
     """
 
-    def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", host: str, port: int) -> None:
+    def __init__(
+        self,
+        context: "zmq.Context[zmq.Socket[bytes]]",
+        host: str,
+        port: int,
+        keys: KeySet | None = None,
+    ) -> None:
+        """With ``keys`` only a server of the same set is talked to."""
         self.address = (host, port)
+        self._has_more = False
+        self._limit = RateLimit()
+        self._is_refused = False
         try:
-            self.socket = _bounded(context.socket(zmq.DEALER), host)
+            self.socket = _bounded(context.socket(zmq.DEALER), host, MAX_MESSAGE_BYTES)
         except zmq.ZMQError as error:
             raise LinkError(f"cannot dial {host}:{port}: {error}") from None
+        if keys is not None:
+            self.socket.curve_serverkey = keys.listen.public
+            self.socket.curve_publickey = keys.dial.public
+            self.socket.curve_secretkey = keys.dial.secret
         self.monitor = self.socket.get_monitor_socket(_LOST_EVENTS)
         try:
             self.socket.connect(tcp_url(host, port))
@@ -212,32 +312,62 @@ class Dialer:
                 return
 
     def receive(self) -> tuple[list[AnyMessage], int]:
-        """What has arrived, and the number of messages that made no sense."""
+        """What has arrived, and the number of messages that made no sense or were too many.
+
+        A bounded number, so that a peer's flood does not keep its reader from anything else; the
+        sleeper wakes up at once for the rest.
+        """
         messages: list[AnyMessage] = []
         num_junk = 0
-        while True:
+        self._has_more = False
+        now_s = time.monotonic()
+        for _ in range(_MAX_BATCH):
             try:
                 frames = self.socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
-                return messages, num_junk
+                break
+            if not self._limit.allows(_PEER, sum(map(len, frames)), now_s):
+                num_junk += 1
+                continue
             try:
                 messages.append(decode(b"".join(frames)))
             except RemoteProtocolError as error:
                 num_junk += 1
                 logger.debug("peer %s:%d: message dropped: %s", *self.address, error)
+        else:
+            self._has_more = True
+        return messages, num_junk
 
     def was_lost(self) -> bool:
-        """Whether the connection broke or was refused since the last call."""
+        """Whether the connection broke or was refused since the last call.
+
+        What the peer said before counts: not while ``receive`` may have left some of it.
+        """
+        if self._has_more:
+            return False
         lost = False
         while self.monitor.poll(0):
-            self.monitor.recv_multipart(zmq.NOBLOCK)
+            event = parse_monitor_message(self.monitor.recv_multipart(zmq.NOBLOCK))["event"]
+            self._is_refused |= bool(event & HANDSHAKE_FAILED)
             lost = True
         return lost
 
-    def close(self) -> None:
-        """Drop the connection and what was not sent; idempotent."""
+    @property
+    def loss(self) -> str:
+        """Why ``was_lost`` was true, as a sentence's part."""
+        how = "was refused or lost"
+        if self._is_refused:
+            how = (
+                "ended in its handshake; if the other server is up, see that keys_dir of both "
+                "names the same keys, or none"
+            )
+        return "the control connection to {}:{} {}".format(*self.address, how)
+
+    def close(self, linger_s: float = 0.0) -> None:
+        """Drop the connection; what was not sent is tried for ``linger_s`` more while the context
+        ends. Idempotent."""
         if self.socket.closed:
             return
         self.socket.disable_monitor()
         self.monitor.close(linger=0)
-        self.socket.close()
+        self.socket.close(linger=int(linger_s * 1000))

@@ -11,16 +11,18 @@ from functools import partial
 
 import zmq
 
-from vllm_llmdd_connector.control.channel import Dialer, Wake
+from vllm_llmdd_connector.control.channel import Dialer, Sleeper
 from vllm_llmdd_connector.control.fingerprint import Fingerprint
+from vllm_llmdd_connector.control.keys import KeySet
 from vllm_llmdd_connector.control.messages import Welcome
 from vllm_llmdd_connector.control.session import (
     ClientSession,
     Outcome,
     Reaction,
     Refused,
-    SessionState,
 )
+from vllm_llmdd_connector.control.session_state import SessionState
+from vllm_llmdd_connector.deadlines import DROP_LINGER_S, Deadlines
 from vllm_llmdd_connector.errors import LinkError
 from vllm_llmdd_connector.log import get_logger
 from vllm_llmdd_connector.params import AnyTicket
@@ -41,9 +43,13 @@ class ControlClient:
         clock: Callable[[], float],
         count_junk: Callable[[int], None],
         takes_push: bool,
+        deadlines: Deadlines,
+        keys: KeySet | None = None,
         trace: Trace = NO_TRACE,
     ) -> None:
         self._trace = trace
+        self._deadlines = deadlines
+        self._keys = keys
         self._fingerprint = fingerprint
         self._takes_push = takes_push
         self._clock = clock
@@ -51,7 +57,7 @@ class ControlClient:
         self._sessions: dict[tuple[str, int], tuple[ClientSession, Dialer]] = {}
         self._commands: deque[_Command] = deque()
         self._outcomes: deque[Outcome] = deque()
-        self._wake = Wake()
+        self._sleeper = Sleeper()
         self._reported: set[tuple[tuple[str, int], str]] = set()
         self._stopping = False
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -82,30 +88,37 @@ class ControlClient:
         return taken
 
     def close(self) -> None:
-        """Stop the thread and close all connections; idempotent."""
+        """Stop the thread and close all connections; idempotent.
+
+        What was asked before is still sent: a P that hears of drops frees its blocks at once.
+        """
         if self._stopping:
             return
         self._stopping = True
-        self._wake.set()
+        self._sleeper.wake()
         self._thread.join()
         for _, dialer in self._sessions.values():
-            dialer.close()
+            dialer.close(DROP_LINGER_S)
         self._context.term()
-        self._wake.close()
+        self._sleeper.close()
 
     def _post(self, command: _Command) -> None:
         if not self._stopping:
             self._commands.append(command)
-            self._wake.set()
+            self._sleeper.wake()
 
     def _run(self) -> None:
         while not self._stopping:
             self._wait()
             now_s = self._clock()
-            while self._commands:
-                self._guarded(self._commands.popleft(), now_s)
+            self._obey(now_s)
             for session, dialer in list(self._sessions.values()):
                 self._guarded(partial(self._serve, session, dialer), now_s)
+        self._obey(self._clock())
+
+    def _obey(self, now_s: float) -> None:
+        while self._commands:
+            self._guarded(self._commands.popleft(), now_s)
 
     def _guarded(self, action: _Command, now_s: float) -> None:
         """What nobody foresaw ends neither this thread nor other sessions; claims have
@@ -116,20 +129,12 @@ class ControlClient:
             logger.exception("control thread: internal error, going on")
 
     def _wait(self) -> None:
-        poller = zmq.Poller()
-        poller.register(self._wake.fileno(), zmq.POLLIN)
-        due_s: list[float] = []
-        for session, dialer in self._sessions.values():
-            poller.register(dialer.socket, zmq.POLLIN)
-            poller.register(dialer.monitor, zmq.POLLIN)
-            next_s = session.next_event_s()
-            if next_s is not None:
-                due_s.append(next_s)
+        events_s = [session.next_event_s() for session, _ in self._sessions.values()]
+        due_s = min((event_s for event_s in events_s if event_s is not None), default=None)
         timeout_ms = None
-        if due_s:
-            timeout_ms = max(0, int((min(due_s) - self._clock()) * 1000) + 1)
-        poller.poll(timeout_ms)
-        self._wake.clear()
+        if due_s is not None:
+            timeout_ms = max(0, int((due_s - self._clock()) * 1000) + 1)
+        self._sleeper.sleep(timeout_ms)
 
     def _serve(self, session: ClientSession, dialer: Dialer, now_s: float) -> None:
         messages, num_junk = dialer.receive()
@@ -146,9 +151,7 @@ class ControlClient:
         if session.is_over:
             return
         if dialer.was_lost():
-            host, port = session.address
-            reason = f"the control connection to {host}:{port} was refused or lost"
-            self._react(session, dialer, session.on_lost(reason))
+            self._react(session, dialer, session.on_lost(dialer.loss))
         else:
             self._react(session, dialer, session.tick(now_s))
 
@@ -193,8 +196,10 @@ class ControlClient:
     def _open(self, address: tuple[str, int]) -> tuple[ClientSession, Dialer]:
         known = self._sessions.get(address)
         if known is None:
-            session = ClientSession(address, self._fingerprint, self._takes_push)
-            known = (session, Dialer(self._context, *address))
+            session = ClientSession(address, self._fingerprint, self._takes_push, self._deadlines)
+            dialer = Dialer(self._context, *address, self._keys)
+            self._sleeper.watch(dialer.socket, dialer.monitor)
+            known = (session, dialer)
             self._sessions[address] = known
             logger.debug("session %s:%d: opening", *address)
         return known
@@ -206,6 +211,7 @@ class ControlClient:
         if session.is_over and session.address in self._sessions:
             self._log_end(session)
             del self._sessions[session.address]
+            self._sleeper.ignore(dialer.socket, dialer.monitor)
             dialer.close()
 
     def _log_end(self, session: ClientSession) -> None:

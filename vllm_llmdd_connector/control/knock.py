@@ -12,15 +12,15 @@ from dataclasses import dataclass, field
 
 import zmq
 
-from vllm_llmdd_connector.control.channel import Dialer, Wake
+from vllm_llmdd_connector.control.channel import Dialer, Sleeper
+from vllm_llmdd_connector.control.keys import KeySet
 from vllm_llmdd_connector.control.messages import Knock
+from vllm_llmdd_connector.deadlines import IDLE_S
 from vllm_llmdd_connector.errors import LinkError
 from vllm_llmdd_connector.log import get_logger
 
 logger = get_logger(__name__)
 
-IDLE_S = 30.0
-"""A connection without a knock for this long is closed."""
 MAX_REMEMBERED = 1024
 """Knocks on one connection whose failure can still be reported; D answers in milliseconds."""
 
@@ -38,10 +38,11 @@ class _Door:
 class Knocker:
     """Connections to D's by address."""
 
-    def __init__(self) -> None:
+    def __init__(self, keys: KeySet | None = None) -> None:
+        self._keys = keys
         self._commands: deque[tuple[Address, Knock, OnFailed]] = deque()
         self._doors: dict[Address, _Door] = {}
-        self._wake = Wake()
+        self._sleeper = Sleeper()
         self._stopping = False
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._thread: threading.Thread | None = None
@@ -52,7 +53,7 @@ class Knocker:
         It may be called after D has had the message, when D's process ends.
         """
         self._commands.append((address, message, on_failed))
-        self._wake.set()
+        self._sleeper.wake()
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="llmdd-knock", daemon=True)
             self._thread.start()
@@ -63,34 +64,28 @@ class Knocker:
             return
         self._stopping = True
         if self._thread is not None:
-            self._wake.set()
+            self._sleeper.wake()
             self._thread.join()
         for door in self._doors.values():
             door.dialer.close()
         self._context.term()
-        self._wake.close()
+        self._sleeper.close()
 
     def _run(self) -> None:
         while not self._stopping:
-            self._wait()
+            self._sleeper.sleep(int(IDLE_S * 1000) if self._doors else None)
             self._drop_lost()
             while self._commands:
                 self._send(*self._commands.popleft())
             self._drop_idle()
 
-    def _wait(self) -> None:
-        poller = zmq.Poller()
-        poller.register(self._wake.fileno(), zmq.POLLIN)
-        for door in self._doors.values():
-            poller.register(door.dialer.monitor, zmq.POLLIN)
-        poller.poll(int(IDLE_S * 1000) if self._doors else None)
-        self._wake.clear()
-
     def _send(self, address: Address, message: Knock, on_failed: OnFailed) -> None:
         try:
             door = self._doors.get(address) or self._open(address)
         except LinkError as error:
-            logger.warning("transfer %s: %s", message.transfer_id, error)
+            logger.warning(
+                "transfer %s: its decode server is not told: %s", message.transfer_id, error
+            )
             on_failed()
             return
         door.used_s = time.monotonic()
@@ -98,7 +93,8 @@ class Knocker:
         door.dialer.send([message])
 
     def _open(self, address: Address) -> _Door:
-        door = _Door(Dialer(self._context, *address), time.monotonic())
+        door = _Door(Dialer(self._context, *address, self._keys), time.monotonic())
+        self._sleeper.watch(door.dialer.monitor)
         self._doors[address] = door
         return door
 
@@ -107,9 +103,10 @@ class Knocker:
             if not door.dialer.was_lost():
                 continue
             logger.warning(
-                "decode server %s:%d is not there to be told of its %d last prefills",
+                "decode server %s:%d is not there to be told of its %d last prefills: %s",
                 *address,
                 len(door.knocks),
+                door.dialer.loss,
             )
             self._close(address)
             for on_failed in door.knocks:
@@ -122,4 +119,6 @@ class Knocker:
                 self._close(address)
 
     def _close(self, address: Address) -> None:
-        self._doors.pop(address).dialer.close()
+        dialer = self._doors.pop(address).dialer
+        self._sleeper.ignore(dialer.monitor)
+        dialer.close()

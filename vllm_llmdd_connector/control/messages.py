@@ -11,7 +11,7 @@ D opens every conversation, except that a P to which a metaserver has sent a D's
 * Each worker rank of D says ``Release`` when it has its blocks, answered by ``ReleaseAck``.
 
 With P's worker of the same rank, for a push: D's worker says ``Reserve``, answered by ``Done``,
-``Void`` or ``Failed``, and ``Cancel``, which has no answer.
+``Void`` or ``Failed``, and ``Cancel`` or ``CancelAll``, answered by ``CancelAck``.
 
 A message of a session that the receiver does not know (it was restarted at the same address, and
 ZMQ reconnects silently) is answered by ``Unknown``. All of it is idempotent: every message may
@@ -29,6 +29,9 @@ from vllm_llmdd_connector.errors import RemoteProtocolError
 
 PROTOCOL_VERSION = 1
 MAX_MESSAGE_BYTES = 4 << 20
+"""What a dialling side reads: ``Grant`` names every block of a prompt."""
+MAX_REQUEST_BYTES = 1 << 20
+"""What a listening side reads. ZeroMQ may hold a thousand messages of a connection in memory."""
 MAX_RENEWED_CLAIMS = 1024
 
 MAX_GROUPS = 256
@@ -37,6 +40,8 @@ MAX_CACHES = 4096
 Port = Annotated[int, msgspec.Meta(ge=1, le=65535)]
 Text = Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
 Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+Reason = Annotated[str, msgspec.Meta(max_length=4096)]
+"""A sentence for the other side's log."""
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -80,7 +85,7 @@ class Welcome(Message, frozen=True, kw_only=True):
 
 
 class Reject(Message, frozen=True, kw_only=True):
-    reason: str
+    reason: Reason
     """One sentence with the field and both values."""
 
 
@@ -138,13 +143,13 @@ class Grant(Message, frozen=True, kw_only=True):
     claim_id: int
     production: int
     secret: str
-    block_ids: tuple[tuple[int, ...], ...]
+    block_ids: tuple[tuple[Count, ...], ...]
     """P's blocks of the prompt per KV cache group, from position 0; 0 where P dropped a block."""
 
 
 class Gone(Message, frozen=True, kw_only=True):
     claim_id: int
-    reason: str
+    reason: Reason
 
 
 class Renew(Message, frozen=True, kw_only=True):
@@ -207,15 +212,41 @@ class Reserve(Message, frozen=True, kw_only=True):
     """Drawn by D for this attempt."""
     spans: Annotated[tuple[BlockSpan, ...], msgspec.Meta(max_length=MAX_GROUPS)]
     """By KV cache group."""
-    tokens: Annotated[tuple[CacheToken, ...], msgspec.Meta(max_length=MAX_CACHES)]
+    tokens: Annotated[tuple[CacheToken, ...], msgspec.Meta(max_length=MAX_CACHES)] = ()
+    """Where D's engine has reservations."""
+    blocks: Annotated[tuple[tuple[Count, ...], ...], msgspec.Meta(max_length=MAX_GROUPS)] = ()
+    """Where it has none: D's own blocks by KV cache group, one for each position of its span."""
+    link_number: int
+    """Of the link that it is for; D counts upwards."""
 
 
 class Cancel(Message, frozen=True, kw_only=True):
-    """The reservation is closed: nothing more is wanted."""
+    """Nothing more of a reservation is wanted."""
 
     to_cluster: int
     transfer_id: Text
     reservation: int
+
+
+class CancelAll(Message, frozen=True, kw_only=True):
+    """Nothing more is wanted of all that this rank of D has reserved for earlier links, also where
+    it arrives later: on another connection that is gone by now."""
+
+    to_cluster: int
+    cluster_id: Annotated[int, msgspec.Meta(gt=0, lt=1 << 48)]
+    link_number: int
+    """Of the link that D is about to make."""
+
+
+class CancelAck(Message, frozen=True, kw_only=True):
+    """P writes nothing of it, and will not.
+
+    Where D's engine has reservations, D is safe without it and does not wait for it.
+    """
+
+    transfer_id: str = ""
+    reservation: int = 0
+    """0: of ``CancelAll``."""
 
 
 class Done(Message, frozen=True, kw_only=True):
@@ -227,18 +258,24 @@ class Done(Message, frozen=True, kw_only=True):
 
 
 class Void(Message, frozen=True, kw_only=True):
-    """P has lost what it had computed and computes the prompt anew: D is to reserve again."""
+    """P has lost what it had computed and computes the prompt anew: D is to reserve again.
+
+    Where D's engine has no reservations, P writes nothing of this one any more, as after
+    ``CancelAck``.
+    """
 
     transfer_id: str
     reservation: int
 
 
 class Failed(Message, frozen=True, kw_only=True):
-    """The blocks will not come."""
+    """The blocks will not come. As after ``Void``, P writes nothing of them any more."""
 
     transfer_id: str
     reservation: int
-    reason: str
+    reason: Reason
+    link_lost: bool = False
+    """A call over the link has failed: D is to drop the link, and to make it anew."""
 
 
 AnyMessage = (
@@ -259,6 +296,8 @@ AnyMessage = (
     | ReleaseAck
     | Reserve
     | Cancel
+    | CancelAll
+    | CancelAck
     | Done
     | Void
     | Failed

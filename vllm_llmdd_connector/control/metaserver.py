@@ -5,6 +5,7 @@ them in an event loop. It starts with the first post; a D that is never sent a m
 """
 
 import asyncio
+import re
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from vllm_llmdd_connector.config import is_allowed_peer
+from vllm_llmdd_connector.deadlines import Deadlines
 from vllm_llmdd_connector.errors import RemoteProtocolError
 from vllm_llmdd_connector.log import get_logger
 
@@ -19,6 +21,8 @@ if TYPE_CHECKING:
     import httpx
 
 logger = get_logger(__name__)
+
+_PLAIN_URL = re.compile(r"https?://[0-9a-z.:\[\]-]*([/?#][!-~]*)?", re.IGNORECASE)
 
 OnAnswer = Callable[[str], None]
 """Takes the reason of a failure; empty when the metaserver answered that all went well."""
@@ -37,7 +41,8 @@ def check_metaserver(url: str, allowed_peers: tuple[str, ...]) -> None:
         host, _ = parts.hostname, parts.port
     except ValueError as error:
         raise RemoteProtocolError(f"the metaserver {url!r} is not a URL: {error}") from None
-    if parts.scheme not in ("http", "https") or parts.username or parts.password:
+    # Only what every URL parser reads alike: no user, no white space, no backslash.
+    if not _PLAIN_URL.fullmatch(url):
         raise RemoteProtocolError(
             f"the metaserver {url!r} is not a plain http or https URL; see the proxy's set-up"
         )
@@ -51,8 +56,8 @@ def check_metaserver(url: str, allowed_peers: tuple[str, ...]) -> None:
 class MetaserverClient:
     """Posts that are under way, by a key of the caller's."""
 
-    def __init__(self, connect_timeout_s: float) -> None:
-        self._connect_timeout_s = connect_timeout_s
+    def __init__(self, deadlines: Deadlines) -> None:
+        self._deadlines = deadlines
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._client: httpx.AsyncClient | None = None
@@ -106,7 +111,7 @@ class MetaserverClient:
             trust_env=False,
             follow_redirects=False,
             # No bound on the answer: the caller's own deadline ends a post that nobody answers.
-            timeout=httpx.Timeout(None, connect=self._connect_timeout_s),
+            timeout=httpx.Timeout(None, connect=self._deadlines.first_contact_timeout_s),
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
         )
 
@@ -119,8 +124,13 @@ class MetaserverClient:
             await self._client.aclose()
 
     async def _post(self, url: str, body: dict[str, Any], on_answer: OnAnswer) -> None:
+        import httpx
+
         try:
             reason = await self._outcome(url, body)
+        except httpx.ConnectTimeout:
+            limit = self._deadlines.within("first_contact_timeout_s")
+            reason = f"{url} cannot be asked: no connection {limit}"
         except Exception as error:
             # Whatever the HTTP library raises, the request must not wait for its deadline.
             reason = f"{url} cannot be asked: {error or type(error).__name__}"

@@ -1,26 +1,12 @@
 """D's side of a conversation with one P engine, as a state machine without sockets or clock.
 
 The owner feeds it what was asked locally and what arrived, sends the messages it returns, and
-passes the time. What became of each claim is returned as ``Outcome`` values. The states and their
-transitions:
-
-============ =================== ============================================
-state        event               next
-============ =================== ============================================
-``OPENING``  Welcome             ``READY``
-``OPENING``  Reject, bad Welcome ``REJECTED``
-``OPENING``  lost                ``CLOSED``
-``OPENING``  last claim too late ``CLOSED``
-``READY``    Unknown             ``OPENING`` (the peer was restarted)
-``READY``    lost                ``CLOSED``
-============ =================== ============================================
-
-``REJECTED`` and ``CLOSED`` are final: the owner discards the session and may open a new one.
+passes the time. What became of each claim is returned as ``Outcome`` values. A session in a final
+state is discarded by the owner, who may open a new one.
 """
 
 import math
 from dataclasses import dataclass, field
-from enum import Enum
 
 from vllm_llmdd_connector.control.fingerprint import Fingerprint
 from vllm_llmdd_connector.control.messages import (
@@ -43,22 +29,13 @@ from vllm_llmdd_connector.control.messages import (
     WorkerEndpoint,
     raw_fingerprint,
 )
+from vllm_llmdd_connector.control.session_state import SESSION, SessionEvent, SessionState
+from vllm_llmdd_connector.deadlines import RESEND_S, Deadlines
 from vllm_llmdd_connector.errors import LocalProtocolError
+from vllm_llmdd_connector.log import one_line
 from vllm_llmdd_connector.params import AnyTicket, Appointment
+from vllm_llmdd_connector.states import next_state
 from vllm_llmdd_connector.trace.clock import ClockOffset, estimate
-
-RENEWALS_PER_LEASE = 3
-"""A claim survives two lost renewals."""
-
-RESEND_S = 1.0
-"""A claim without an answer is sent again after this long; answers are idempotent."""
-
-
-class SessionState(Enum):
-    OPENING = "opening"
-    READY = "ready"
-    REJECTED = "rejected"
-    CLOSED = "closed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +77,8 @@ class Refused:
 
 Outcome = Granted | InQueue | Invited | Refused
 
+_RESTARTED = "the prefill server was restarted"
+
 
 @dataclass(slots=True)
 class _OpenClaim:
@@ -124,9 +103,14 @@ class ClientSession:
     """One D engine's session with the P engine at one address."""
 
     def __init__(
-        self, address: tuple[str, int], fingerprint: Fingerprint, takes_push: bool
+        self,
+        address: tuple[str, int],
+        fingerprint: Fingerprint,
+        takes_push: bool,
+        deadlines: Deadlines,
     ) -> None:
         self.address = address
+        self._deadlines = deadlines
         self._takes_push = takes_push
         self.state = SessionState.OPENING
         self.end_reason = ""
@@ -136,6 +120,8 @@ class ClientSession:
         self._renew_s = math.inf
         self._renewed_s = 0.0
         self._session = 0
+        self._asks_again = False
+        """P has been asked which process it is, because a ticket names another."""
         self.instance = ""
         """P's process start; empty before its first ``Welcome``."""
         self.clock_offset: ClockOffset | None = None
@@ -146,7 +132,7 @@ class ClientSession:
     @property
     def is_over(self) -> bool:
         """Whether the session is in a final state."""
-        return self.state in (SessionState.REJECTED, SessionState.CLOSED)
+        return self.state not in SESSION
 
     @property
     def num_claims(self) -> int:
@@ -171,8 +157,7 @@ class ClientSession:
     def drop(self, claim_id: int, ticket: AnyTicket, deadline_s: float, now_s: float) -> Reaction:
         """Nothing (more) is needed of a claim, whether P has heard of it or not.
 
-        While the session opens the drop is kept, until ``deadline_s``; P's lease ends by itself
-        anyway.
+        While the session opens it is kept until ``deadline_s``; P's lease ends by itself anyway.
         """
         self._claims.pop(claim_id, None)
         if not self.is_over:
@@ -188,10 +173,12 @@ class ClientSession:
         match message:
             case Welcome() if self.state is SessionState.OPENING:
                 return self._on_welcome(message, now_s)
+            case Welcome() if self._asks_again:
+                return self._on_welcome_again(message, now_s)
             case Reject() if self.state is SessionState.OPENING:
-                return self._end(SessionState.REJECTED, "handshake", message.reason)
+                return self._end(SessionEvent.REFUSED, "handshake", one_line(message.reason))
             case Unknown(session=session) if session == self._session and session:
-                return self._reopen(now_s)
+                return self._merge(self._forget_process(), self._advance(now_s))
             case Grant() if self.state is SessionState.READY:
                 return self._on_grant(message)
             case Queued() if self.state is SessionState.READY:
@@ -200,12 +187,12 @@ class ClientSession:
                 invited = Invited(message.claim_id, self._session, self._workers)
                 return self._on_known(message.claim_id, invited)
             case Gone():
-                return self._refuse([message.claim_id], "claim", message.reason)
+                return self._refuse([message.claim_id], "claim", one_line(message.reason))
         return Reaction()
 
     def on_lost(self, reason: str) -> Reaction:
         """The connection is gone or was never made."""
-        return self._end(SessionState.CLOSED, "connection", reason)
+        return self._end(SessionEvent.LOST, "connection", reason)
 
     def tick(self, now_s: float) -> Reaction:
         """Pass the time: resends, renewals and deadlines."""
@@ -216,7 +203,8 @@ class ClientSession:
         ]
         host, port = self.address
         stage = "handshake" if self.state is SessionState.OPENING else "claim"
-        reason = f"no answer from {host}:{port} in time"
+        limit = self._deadlines.within("first_contact_timeout_s")
+        reason = f"no answer from {host}:{port} {limit}"
         if self.state is SessionState.READY:
             # P may still grant what nobody waits for; without a drop its lease had to expire.
             for claim_id in late:
@@ -228,7 +216,7 @@ class ClientSession:
             if drop.deadline_s <= now_s:
                 del self._pending_drops[claim_id]
         if self.state is SessionState.OPENING and not self._claims and not self._pending_drops:
-            self._merge(reaction, self._end(SessionState.CLOSED, "handshake", reason))
+            self._merge(reaction, self._end(SessionEvent.FORSAKEN, "handshake", reason))
         self._merge(reaction, self._advance(now_s))
         if self.state is SessionState.READY and now_s - self._renewed_s >= self._renew_s:
             self._renewed_s = now_s
@@ -239,8 +227,7 @@ class ClientSession:
         return reaction
 
     def next_event_s(self) -> float | None:
-        """When ``tick`` has something to do; None while nothing is open, so an idle owner
-        sleeps."""
+        """When ``tick`` has something to do; None while nothing is open: an idle owner sleeps."""
         times: list[float] = []
         if any(claim.is_known for claim in self._claims.values()):
             times.append(self._renewed_s + self._renew_s)
@@ -254,35 +241,44 @@ class ClientSession:
     def _on_welcome(self, message: Welcome, now_s: float) -> Reaction:
         if len(message.workers) != self._num_workers:
             return self._end(
-                SessionState.REJECTED,
+                SessionEvent.REFUSED,
                 "handshake",
                 f"number of workers differs: local {self._num_workers}, prefill server "
                 f"{len(message.workers)}",
             )
-        self.state = SessionState.READY
+        self._on(SessionEvent.WELCOMED)
         self._session = message.session
         self.instance = message.instance
         if message.clock_s is not None and message.hello_sent_s is not None:
             self.clock_offset = estimate(message.hello_sent_s, message.clock_s, now_s)
         self._workers = message.workers
-        self._renew_s = message.lease_s / RENEWALS_PER_LEASE
+        self._renew_s = self._deadlines.renewal_s(message.lease_s)
         self._renewed_s = now_s
-        return self._advance(now_s)
+        return self._merge(self._refuse_foreign(), self._advance(now_s))
 
-    def _reopen(self, now_s: float) -> Reaction:
+    def _on_welcome_again(self, message: Welcome, now_s: float) -> Reaction:
+        """Either the tickets in doubt are of an earlier process, or P is another one now."""
+        self._asks_again = False
+        if message.session == self._session:
+            return self._refuse_foreign()
+        return self._merge(self._forget_process(), self._on_welcome(message, now_s))
+
+    def _forget_process(self) -> Reaction:
         """P was restarted: nothing of the old session exists there any more."""
-        reaction = self._refuse(
-            [cid for cid, claim in self._claims.items() if claim.is_known],
-            "claim",
-            "the prefill server was restarted",
-        )
-        self.state = SessionState.OPENING
+        known = [claim_id for claim_id, claim in self._claims.items() if claim.is_known]
+        self._on(SessionEvent.RESTARTED)
         self._session = 0
+        self._asks_again = False
         self._hello_sent_s = None
         for claim in self._claims.values():
             claim.sent_s = None
-        self._merge(reaction, self._advance(now_s))
-        return reaction
+        return self._refuse(known, "claim", _RESTARTED)
+
+    def _refuse_foreign(self) -> Reaction:
+        """P has just said which process it is: tickets of others are worth nothing."""
+        claims = self._claims.items()
+        foreign = [cid for cid, claim in claims if not self._is_of_this_process(claim.ticket)]
+        return self._refuse(foreign, "claim", _RESTARTED)
 
     def _on_grant(self, message: Grant) -> Reaction:
         claim = self._claims.get(message.claim_id)
@@ -315,17 +311,27 @@ class ClientSession:
                 reaction.send.append(self._hello(now_s))
         elif self.state is SessionState.READY:
             reaction.send.extend(self._take_drops())
-            stale = []
-            for claim_id, claim in self._claims.items():
-                if claim.is_known or (claim.sent_s is not None and now_s - claim.sent_s < RESEND_S):
-                    continue
-                if not self._is_of_this_process(claim.ticket):
-                    stale.append(claim_id)
-                    continue
-                claim.sent_s = now_s
-                reaction.send.append(self._claim_message(claim_id, claim))
-            self._merge(reaction, self._refuse(stale, "claim", "the prefill server was restarted"))
+            reaction.send.extend(self._due_claims(now_s))
         return reaction
+
+    def _due_claims(self, now_s: float) -> list[Message]:
+        """Claims to be sent or repeated; for tickets of another process P is asked who it is.
+
+        To refuse them unasked could be for ever: a machine that loses its power closes no
+        connection, and while nothing is sent nobody learns that a new process has its address.
+        """
+        messages: list[Message] = []
+        doubts = []
+        for claim_id, claim in self._claims.items():
+            if claim.is_known or (claim.sent_s is not None and now_s - claim.sent_s < RESEND_S):
+                continue
+            claim.sent_s = now_s
+            if self._is_of_this_process(claim.ticket):
+                messages.append(self._claim_message(claim_id, claim))
+            else:
+                doubts = [self._hello(now_s)]
+        self._asks_again |= bool(doubts)
+        return messages + doubts
 
     def _hello(self, now_s: float) -> Hello:
         return Hello(version=PROTOCOL_VERSION, fingerprint=self._fingerprint, sent_s=now_s)
@@ -376,14 +382,18 @@ class ClientSession:
             reaction.outcomes.append(Refused(claim_id, "announce" if announced else stage, reason))
         return reaction
 
-    def _end(self, state: SessionState, stage: str, reason: str) -> Reaction:
+    def _end(self, event: SessionEvent, stage: str, reason: str) -> Reaction:
         if self.is_over:
             return Reaction()
-        self.state = state
+        self._on(event)
         self.end_reason = reason
         return self._refuse(list(self._claims), stage, reason)
 
+    def _on(self, event: SessionEvent) -> None:
+        self.state = next_state(SESSION, self.state, event)
+
     @staticmethod
-    def _merge(into: Reaction, other: Reaction) -> None:
+    def _merge(into: Reaction, other: Reaction) -> Reaction:
         into.send.extend(other.send)
         into.outcomes.extend(other.outcomes)
+        return into

@@ -16,9 +16,10 @@ _SUPPORTED_KINDS = frozenset(
         "SlidingWindowSpec",
         "SlidingWindowMLASpec",
         "ChunkedLocalAttentionSpec",
-        "UniformTypeKVCacheSpecs",
     }
 )
+_SEVERAL_SIZES = "UniformTypeKVCacheSpecs"
+"""Of a group whose layers have specs of one type, but several sizes; it wraps them."""
 
 
 class Group(NamedTuple):
@@ -27,6 +28,7 @@ class Group(NamedTuple):
     group_id: int
     """Its number in vLLM, which also counts groups that are not transferred."""
     kind: str
+    """Name of its layers' spec in vLLM, or names."""
     block_size: int
     """Tokens in a block."""
     layers: tuple[str, ...]
@@ -55,24 +57,30 @@ def transfer_groups(kv_cache_config: "KVCacheConfig") -> list[Group]:
     groups = []
     for group_id in range(len(all_groups)) if ids is None else ids:
         group = all_groups[group_id]
-        kind = type(group.kv_cache_spec).__name__
-        if kind not in _SUPPORTED_KINDS:
-            raise ConfigError(
-                f"KV cache group {group_id} is of kind {kind}, which cannot be transferred; use a "
-                f"model whose groups are all of {', '.join(sorted(_SUPPORTED_KINDS))}"
-            )
-        groups.append(_group(group_id, kind, group))
+        specs = _layer_specs(group.kv_cache_spec)
+        kinds = sorted({type(spec).__name__ for spec in specs})
+        for kind in kinds:
+            if kind not in _SUPPORTED_KINDS:
+                raise ConfigError(
+                    f"KV cache group {group_id} is of kind {kind}, which cannot be transferred; "
+                    f"use a model whose groups are all of {', '.join(sorted(_SUPPORTED_KINDS))}"
+                )
+        groups.append(_group(group_id, "+".join(kinds), group, specs[0]))
     return groups
 
 
-def _group(group_id: int, kind: str, group: Any) -> Group:
-    spec = group.kv_cache_spec
-    # A group of layers with specs of one type but several sizes wraps them.
-    inner = next(iter(getattr(spec, "kv_cache_specs", {}).values()), spec)
+def _layer_specs(spec: Any) -> list[Any]:
+    """The specs of a group's layers: one for all, or each one's own."""
+    if type(spec).__name__ != _SEVERAL_SIZES:
+        return [spec]
+    return list(spec.kv_cache_specs.values())
+
+
+def _group(group_id: int, kind: str, group: Any, inner: Any) -> Group:
     return Group(
         group_id,
         kind,
-        spec.block_size,
+        group.kv_cache_spec.block_size,
         tuple(group.layer_names),
         window=getattr(inner, "sliding_window", None) or 0,
         chunk=getattr(inner, "attention_chunk_size", None) or 0,

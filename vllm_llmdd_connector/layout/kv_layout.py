@@ -65,6 +65,20 @@ class CachePlan(NamedTuple):
     block_len: int
     regions: tuple[Region, ...]
 
+    @property
+    def tensors_per_layer(self) -> int:
+        """2 where regions of the same layers lie in pairs, as K and V do; else 1."""
+        firsts, seconds = self.regions[::2], self.regions[1::2]
+        in_pairs = len(firsts) == len(seconds) and all(
+            first.layers == second.layers for first, second in zip(firsts, seconds, strict=True)
+        )
+        return 2 if in_pairs else 1
+
+    @property
+    def num_layers(self) -> int:
+        """Steps in which a layer-wise transfer sends it."""
+        return len(self.regions) // self.tensors_per_layer
+
 
 class _Part(NamedTuple):
     """One tensor seen as blocks."""

@@ -6,6 +6,7 @@ Called on the scheduling thread, before and after ``Producer`` has seen the requ
 from typing import TYPE_CHECKING
 
 from vllm_llmdd_connector.config import ConnectorConfig, is_allowed_peer
+from vllm_llmdd_connector.control.keys import KeySet
 from vllm_llmdd_connector.control.knock import Address, Knocker
 from vllm_llmdd_connector.control.messages import Knock
 from vllm_llmdd_connector.errors import RemoteProtocolError
@@ -29,13 +30,18 @@ class Callers:
     """The D's that have asked for prefills of one P engine."""
 
     def __init__(
-        self, config: ConnectorConfig, control_port: int, producer: Producer, stats: TransferStats
+        self,
+        config: ConnectorConfig,
+        control_port: int,
+        producer: Producer,
+        stats: TransferStats,
+        keys: KeySet | None = None,
     ) -> None:
         self._config = config
         self._control_port = control_port
         self._producer = producer
         self._stats = stats
-        self._knocker = Knocker()
+        self._knocker = Knocker(keys)
 
     def on_new_request(self, request: "Request") -> None:
         """Hand the request to the producer, and tell the D that waits for it."""

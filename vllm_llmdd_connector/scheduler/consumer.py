@@ -1,23 +1,6 @@
 """D's requests: from kv_transfer_params to the report that their blocks have arrived.
 
-Runs on the scheduling thread only. A request's states:
-
-============= ==================== =============
-state         event                next
-============= ==================== =============
-``SUMMONING`` a P knocked          ``CLAIMING``
-``SUMMONING`` refused, too late    ``LOCAL``
-``CLAIMING``  P granted or invited ``MATCHED``
-``CLAIMING``  refused, too late    ``LOCAL``
-``MATCHED``   blocks allocated     ``RECEIVING``
-``MATCHED``   nothing needed       ``LOCAL``
-``MATCHED``   lease gone           ``LOCAL``
-``RECEIVING`` all ranks reported   ``READY``
-``RECEIVING`` a rank failed        ``FAILED``
-============= ==================== =============
-
-A request that names a metaserver begins as ``SUMMONING``: the P that will prefill it gets in touch.
-Others name their P and begin as ``CLAIMING``.
+Runs on the scheduling thread only; ``request_state`` has a request's states.
 
 A grant is for blocks that P has computed, which D pulls; an invitation is for a prompt that P is
 about to compute, whose blocks it pushes into those that D reserves.
@@ -28,7 +11,6 @@ after its load, or reschedules after a failure, is computed locally.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from typing import TYPE_CHECKING, Protocol
 
 from msgspec.structs import replace
@@ -45,23 +27,15 @@ from vllm_llmdd_connector.params import AnyTicket, Appointment, wants_remote_pre
 from vllm_llmdd_connector.scheduler.admission import check_ticket, checked_metaserver, ticket_of
 from vllm_llmdd_connector.scheduler.block_map import NULL_BLOCK
 from vllm_llmdd_connector.scheduler.jobs import JobOrder, pull_job, receive_job
+from vllm_llmdd_connector.scheduler.request_state import REQUEST, RequestEvent, RequestState
 from vllm_llmdd_connector.scheduler.summons import Answered, Knocked, SummonsTable
 from vllm_llmdd_connector.scheduler.turns import Turns
+from vllm_llmdd_connector.states import next_state
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 logger = get_logger(__name__)
-
-
-class RequestState(Enum):
-    SUMMONING = "summoning"
-    CLAIMING = "claiming"
-    MATCHED = "matched"
-    RECEIVING = "receiving"
-    READY = "ready"
-    FAILED = "failed"
-    LOCAL = "local"
 
 
 _UNANSWERED = frozenset({RequestState.SUMMONING, RequestState.CLAIMING})
@@ -88,11 +62,16 @@ class ConsumerRequest:
     ticket: AnyTicket
     claim_id: int
     state: RequestState
-    deadline_s: float
+    deadline_s: float = 0.0
     """Of the next answer: a P's knock, or the answer to the claim."""
+    limit: str = ""
+    """The option that ``deadline_s`` comes from."""
     offer: Granted | Invited | None = None
     num_local_tokens: int = 0
     """D's local prefix hit when vLLM last asked."""
+
+    def on(self, event: RequestEvent) -> None:
+        self.state = next_state(REQUEST, self.state, event)
 
 
 class Consumer:
@@ -139,7 +118,8 @@ class Consumer:
                 return None, False
             # Its answer may still be on the way, and would be renewed for nobody.
             self._drop(entry)
-            self._fall_back(entry, _stage(entry), "P did not answer in time")
+            reason = f"P did not answer {self._config.within(entry.limit)}"
+            self._fall_back(entry, _stage(entry), reason)
         if self._turns.must_pass(request.request_id):
             return None, False
         self._turns.on_asked(request.request_id)
@@ -192,7 +172,7 @@ class Consumer:
         else:
             self._jobs.append(receive_job(order, entry.offer))
             self._control.has_blocks(entry.claim_id, entry.ticket)
-        entry.state = RequestState.RECEIVING
+        entry.on(RequestEvent.ALLOCATED)
 
     def fill(self, step: StepMessage) -> None:
         """Add this step's jobs and cancels to the step message."""
@@ -208,7 +188,7 @@ class Consumer:
         for request_id in failed:
             entry = self._requests.get(request_id)
             if entry is not None and entry.state is RequestState.RECEIVING:
-                entry.state = RequestState.FAILED
+                entry.on(RequestEvent.RANK_FAILED)
                 self._by_claim.pop(entry.claim_id, None)
                 self._drop(entry)
                 if isinstance(entry.offer, Invited):
@@ -222,7 +202,7 @@ class Consumer:
             if entry is not None:
                 self._turns.on_arrived(request_id)
             if entry is not None and entry.state is RequestState.RECEIVING:
-                entry.state = RequestState.READY
+                entry.on(RequestEvent.RECEIVED)
                 self._by_claim.pop(entry.claim_id, None)
                 self._control.finish(entry.claim_id, entry.ticket)
 
@@ -262,9 +242,8 @@ class Consumer:
             self._stats.count_failure("params")
             logger.warning("request %s: prefilled locally: %s", request.request_id, error)
             return None
-        entry = ConsumerRequest(
-            request.request_id, ticket, new_claim_id(), RequestState.CLAIMING, 0.0
-        )
+        state = RequestState.CLAIMING if url is None else RequestState.SUMMONING
+        entry = ConsumerRequest(request.request_id, ticket, new_claim_id(), state)
         self._requests[entry.request_id] = entry
         self._by_claim[entry.claim_id] = entry
         if url is None:
@@ -274,15 +253,18 @@ class Consumer:
         return entry
 
     def _claim(self, entry: ConsumerRequest) -> None:
-        entry.state = RequestState.CLAIMING
-        entry.deadline_s = self._clock() + self._config.first_contact_timeout_s
+        self._await(entry, "first_contact_timeout_s")
         self._control.claim(entry.claim_id, entry.ticket, entry.deadline_s)
 
     def _summon(self, entry: ConsumerRequest, url: str) -> None:
         assert self._summons is not None, "a consumer that knows metaservers"
-        entry.state = RequestState.SUMMONING
-        entry.deadline_s = self._clock() + self._config.metaserver_timeout_s
+        self._await(entry, "metaserver_timeout_s")
         self._summons.ask(entry.request_id, entry.ticket.transfer_id, url)
+
+    def _await(self, entry: ConsumerRequest, limit: str) -> None:
+        """An answer is expected for as long as the option ``limit`` says."""
+        entry.limit = limit
+        entry.deadline_s = self._clock() + getattr(self._config, limit)
 
     def _release_rejected(self, request: "Request") -> None:
         """D's frontend refused the request: it comes only to be aborted, with a placeholder
@@ -317,14 +299,15 @@ class Consumer:
             case Knocked() if entry.state is RequestState.SUMMONING:
                 assert isinstance(entry.ticket, Appointment)
                 entry.ticket = replace(entry.ticket, host=event.host, port=event.port)
+                entry.on(RequestEvent.KNOCKED)
                 self._claim(entry)
             case Knocked() if entry.ticket.address != (event.host, event.port):
                 # The proxy has sent it to another P after the first one.
                 summons.send_away(entry.ticket.transfer_id, event.host, event.port)
             case Answered(failure="") if entry.state is RequestState.SUMMONING:
                 # P has finished: what it had to say is here or on its way.
-                finished_s = self._clock() + self._config.first_contact_timeout_s
-                entry.deadline_s = min(entry.deadline_s, finished_s)
+                if self._clock() + self._config.first_contact_timeout_s < entry.deadline_s:
+                    self._await(entry, "first_contact_timeout_s")
             case Answered() if event.failure and entry.state in _OPEN:
                 self._drop(entry)
                 self._fall_back(entry, "metaserver", event.failure)
@@ -334,7 +317,7 @@ class Consumer:
             case Granted() | Invited() if entry.state is RequestState.CLAIMING:
                 self._on_offer(entry, outcome)
             case InQueue() if entry.state is RequestState.CLAIMING:
-                entry.deadline_s = self._clock() + self._config.request_timeout_s
+                self._await(entry, "request_timeout_s")
             case Refused() if entry.state in _OPEN:
                 self._fall_back(entry, outcome.stage, outcome.reason)
             case Refused() if isinstance(entry.offer, Invited):
@@ -354,7 +337,7 @@ class Consumer:
             self._fall_back(entry, "block map", "P's sliding window has left a block needed here")
             return
         entry.offer = offer
-        entry.state = RequestState.MATCHED
+        entry.on(RequestEvent.OFFERED)
 
     def _lacks_needed_block(self, entry: ConsumerRequest, granted: Granted) -> bool:
         """Whether P has dropped a block that the prompt's last token reads.
@@ -369,7 +352,7 @@ class Consumer:
         )
 
     def _fall_back(self, entry: ConsumerRequest, stage: str, reason: str) -> None:
-        entry.state = RequestState.LOCAL
+        entry.on(RequestEvent.REFUSED)
         self._by_claim.pop(entry.claim_id, None)
         if self._summons is not None:
             self._summons.end(entry.ticket.transfer_id)
@@ -383,7 +366,7 @@ class Consumer:
         )
 
     def _give_up_claim(self, entry: ConsumerRequest) -> None:
-        entry.state = RequestState.LOCAL
+        entry.on(RequestEvent.NOT_NEEDED)
         self._by_claim.pop(entry.claim_id, None)
         self._drop(entry)
 

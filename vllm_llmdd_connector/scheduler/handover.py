@@ -1,17 +1,7 @@
 """P's rendezvous: prefills that D was told of in advance, by transfer id.
 
 Either leg may come first. Pure state; ``Producer`` guards it, because the scheduling thread brings
-P's requests and the control thread D's announcements. A handover's states:
-
-============ ===================================== ============
-state        event                                 next
-============ ===================================== ============
-``AWAITED``  P's request comes                     ``QUEUED``
-``AWAITED``  every D dropped it or fell silent     gone
-``QUEUED``   P may compute it                      ``ADMITTED``
-``ADMITTED`` all computed, request finished        ``COMPUTED``
-any          aborted, given up, or its lease ended gone
-============ ===================================== ============
+P's requests and the control thread D's announcements.
 
 No circular wait: a prompt for which no D has blocks yet is computed only while such prompts take
 at most ``unreserved_fraction`` of P's cache (or there is no other). One for which a D has blocks is
@@ -23,13 +13,14 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from vllm_llmdd_connector.control.messages import Admitted, Announce, Gone, Message, Queued
+from vllm_llmdd_connector.deadlines import SWEEP_S
 from vllm_llmdd_connector.scheduler.lease import Lease
+from vllm_llmdd_connector.states import Transitions, next_state
 
 MAX_HANDOVERS = 8192
 """Announcements beyond are not answered; D's deadline for the first answer ends its wait."""
 MAX_SUITORS = 64
 """D requests per transfer id; children of one request, and a proxy's repetitions."""
-SWEEP_S = 1.0
 
 Reply = Callable[[Message], None]
 
@@ -39,6 +30,36 @@ class HandoverState(Enum):
     QUEUED = "queued"
     ADMITTED = "admitted"
     COMPUTED = "computed"
+    ENDED = "ended"
+
+
+class HandoverEvent(Enum):
+    REQUESTED = "P's request comes"
+    FORSAKEN = "every D has dropped it or fallen silent"
+    ADMITTED = "P may compute it"
+    FINISHED = "all computed, P's request has ended, its blocks are held"
+    GIVEN_UP = "aborted, computed plainly, not held, or its lease has ended"
+
+
+HANDOVER: Transitions[HandoverState, HandoverEvent] = {
+    HandoverState.AWAITED: {
+        HandoverEvent.REQUESTED: HandoverState.QUEUED,
+        HandoverEvent.FORSAKEN: HandoverState.ENDED,
+    },
+    HandoverState.QUEUED: {
+        HandoverEvent.ADMITTED: HandoverState.ADMITTED,
+        # vLLM may compute what it was told to hold back: it ignores that for prompt_logprobs.
+        HandoverEvent.FINISHED: HandoverState.COMPUTED,
+        HandoverEvent.GIVEN_UP: HandoverState.ENDED,
+    },
+    HandoverState.ADMITTED: {
+        HandoverEvent.FINISHED: HandoverState.COMPUTED,
+        HandoverEvent.GIVEN_UP: HandoverState.ENDED,
+    },
+    HandoverState.COMPUTED: {
+        HandoverEvent.GIVEN_UP: HandoverState.ENDED,
+    },
+}
 
 
 class Gate(Enum):
@@ -89,6 +110,9 @@ class Handover:
         """Whether some D takes it as soon as it is computed."""
         return any(suitor.has_blocks for suitor in self.suitors.values())
 
+    def on(self, event: HandoverEvent) -> None:
+        self.state = next_state(HANDOVER, self.state, event)
+
     def keep_releases(self) -> None:
         """The lease is void: D's ranks that were done with it want nothing of the next one."""
         for claim_id, claim in self.lease.claims.items() if self.lease is not None else ():
@@ -112,8 +136,9 @@ class HandoverTable:
         self._by_request: dict[str, Handover] = {}
         self._by_claim: dict[int, Handover] = {}
         self._admitted: dict[str, Handover] = {}
-        self._over: dict[int, None] = {}
-        """The last claims that were given up or have everything, the oldest first."""
+        self._over: dict[int, str] = {}
+        """The last claims that have ended, the oldest first, and what D was told; nothing if it has
+        everything or has given them up itself."""
         self._sweep_s = 0.0
 
     def __len__(self) -> int:
@@ -124,8 +149,11 @@ class HandoverTable:
 
     def announce(self, message: Announce, reply: Reply, now_s: float) -> Handover | None:
         """A D waits for this transfer. Returns its handover, or None if D is not taken on."""
-        if message.claim_id in self._over:
-            # D's workers use connections of their own, so their releases can overtake it.
+        told = self._over.get(message.claim_id)
+        if told is not None:
+            # D repeats what is not answered in time, and its workers' releases can overtake it.
+            if told:
+                reply(Gone(claim_id=message.claim_id, reason=told))
             return None
         handover = self._by_transfer.get(message.transfer_id)
         if self._by_claim.get(message.claim_id, handover) is not handover:
@@ -162,7 +190,7 @@ class HandoverTable:
             self._by_transfer[transfer_id] = handover
         elif handover.state is not HandoverState.AWAITED:
             return None
-        handover.state = HandoverState.QUEUED
+        handover.on(HandoverEvent.REQUESTED)
         handover.arrived_s = now_s
         handover.request_id = request_id
         handover.num_tokens = num_tokens
@@ -191,16 +219,15 @@ class HandoverTable:
         return Gate.WAIT
 
     def is_bounded(self, handover: Handover) -> bool:
-        """Whether the gate has bounded what such prompts hold, so that no lease is refused.
-
-        A D that has blocks, or was told to allocate them, counts on the lease.
-        """
-        gated = self.can_push and all(s.takes_push for s in handover.suitors.values())
+        """Whether a D counts on the lease, so that it is not refused: one that has blocks, or was
+        told to allocate them. The gate has bounded what such prompts hold."""
+        suitors = handover.suitors.values()
+        gated = self.can_push and bool(suitors) and all(s.takes_push for s in suitors)
         return gated or handover.is_reserved
 
     def computed(self, handover: Handover, lease: Lease) -> list[Suitor]:
         """P's request has finished and its blocks are held. Returns who is to be granted them."""
-        handover.state = HandoverState.COMPUTED
+        handover.on(HandoverEvent.FINISHED)
         handover.lease = lease
         return [s for s in handover.suitors.values() if not self._is_pushed(s)]
 
@@ -236,26 +263,30 @@ class HandoverTable:
         if handover is None:
             return None
         if handover.suitors.pop(claim_id, None) is not None:
-            self._forget_claim(claim_id)
+            self._forget_claim(claim_id, "")
         handover.was_dropped = not handover.suitors
         if handover.was_dropped and handover.state is HandoverState.AWAITED:
-            self.end(handover, "")
+            self._end(handover, HandoverEvent.FORSAKEN, "")
         return handover
 
     def end(self, handover: Handover, reason: str) -> None:
         """Nothing will come of it (any more); whoever still waits is told the reason."""
+        self._end(handover, HandoverEvent.GIVEN_UP, reason)
+
+    def _end(self, handover: Handover, event: HandoverEvent, reason: str) -> None:
+        handover.on(event)
         self._by_transfer.pop(handover.transfer_id, None)
         self._by_request.pop(handover.request_id, None)
         self._admitted.pop(handover.request_id, None)
         for suitor in handover.suitors.values():
-            self._forget_claim(suitor.claim_id)
+            self._forget_claim(suitor.claim_id, reason)
             if reason:
                 suitor.reply(Gone(claim_id=suitor.claim_id, reason=reason))
         handover.suitors.clear()
 
-    def _forget_claim(self, claim_id: int) -> None:
+    def _forget_claim(self, claim_id: int, told: str) -> None:
         self._by_claim.pop(claim_id, None)
-        self._over[claim_id] = None
+        self._over[claim_id] = told
         if len(self._over) > MAX_HANDOVERS:
             del self._over[next(iter(self._over))]
 
@@ -297,7 +328,7 @@ class HandoverTable:
             )
             suitor.reply(Gone(claim_id=suitor.claim_id, reason=reason))
             del handover.suitors[suitor.claim_id]
-            self._by_claim.pop(suitor.claim_id, None)
+            self._forget_claim(suitor.claim_id, reason)
         elif self._is_pushed(suitor) and (
             suitor.is_called or handover.state is not HandoverState.QUEUED
         ):
@@ -314,7 +345,7 @@ class HandoverTable:
         return self.can_push and suitor.takes_push
 
     def _admit(self, handover: Handover) -> None:
-        handover.state = HandoverState.ADMITTED
+        handover.on(HandoverEvent.ADMITTED)
         self._admitted[handover.request_id] = handover
         self._call(handover)
 

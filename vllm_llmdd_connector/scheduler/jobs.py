@@ -48,7 +48,7 @@ def pull_job(order: JobOrder, granted: Granted) -> PullJob:
             granted.block_ids, order.block_ids, order.block_sizes, order.start, order.end
         )
     except TransferError as error:
-        logger.error("request %s: %s", order.request_id, error)
+        logger.error("request %s: P's blocks do not fit D's: %s", order.request_id, error)
     return PullJob(
         request_id=order.request_id,
         transfer_id=order.ticket.transfer_id,
@@ -70,7 +70,7 @@ def receive_job(order: JobOrder, invited: Invited) -> ReceiveJob:
     try:
         groups = wanted_blocks(order.block_ids, order.block_sizes, order.start, order.end)
     except TransferError as error:
-        logger.error("request %s: %s", order.request_id, error)
+        logger.error("request %s: no blocks to reserve: %s", order.request_id, error)
     return ReceiveJob(
         request_id=order.request_id,
         transfer_id=order.ticket.transfer_id,

@@ -15,10 +15,17 @@ has not ended and refused afterwards, so the reader always learns the truth.
 """
 
 import heapq
+import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+
+MAX_CLAIMS = 1024
+"""Claims on one lease: of the children of one request, and a proxy's repetitions."""
+
+MAX_CONFIRMED = 4096
+"""Releases whose confirmation can be repeated after the blocks have been freed."""
 
 
 class LeaseEnd(Enum):
@@ -52,7 +59,12 @@ class Lease:
     """The distinct blocks among them, in the order of the prompt."""
     opened_s: float
     deadline_s: float
+    due_s: float = math.inf
+    """When the table looks whether it has expired; a renewal leaves this as it is."""
     claims: dict[int, ClaimState] = field(default_factory=dict)
+    """By claim id, the one heard of last at the end: it lives longest."""
+    closed: set[int] = field(default_factory=set)
+    """Claims that were released or dropped: what was sent of them before may come after."""
     confirmed: set[tuple[int, int]] = field(default_factory=set)
     """Claim and rank of each confirmed release: a repeated one gets the same answer."""
     end: LeaseEnd | None = None
@@ -69,8 +81,12 @@ class LeaseTable:
         self._leases: dict[int, Lease] = {}
         self._claims: dict[int, int] = {}
         self._expiry: list[tuple[float, int]] = []
+        """``due_s`` and number of each lease; entries with another ``due_s`` are stale."""
         self._ended: list[Lease] = []
         self._holders: Counter[int] = Counter()
+        self._past: dict[tuple[int, str, int, int], None] = {}
+        """Confirmed releases of leases that are forgotten, the oldest first: production, secret,
+        claim and rank."""
 
     def __len__(self) -> int:
         return len(self._leases)
@@ -112,7 +128,7 @@ class LeaseTable:
         )
         self._leases[lease.production] = lease
         self._holders.update(held_blocks)
-        heapq.heappush(self._expiry, (lease.deadline_s, lease.production))
+        self._schedule(lease)
         return lease
 
     def claim(
@@ -124,9 +140,13 @@ class LeaseTable:
             return "the prefill server no longer holds these blocks (released or expired)"
         if lease.prompt_hash != prompt_hash:
             return "the prompt differs from the one that was prefilled"
+        if claim_id in lease.closed:
+            return "this claim was released or dropped before"
         known = self._claims.get(claim_id)
         if known is not None and known != production:
             return "this claim id is in use for another prompt"
+        if known is None and len(lease.claims) >= MAX_CLAIMS:
+            return f"{MAX_CLAIMS} requests have claimed this prompt already"
         self.attach(lease, claim_id, now_s)
         return lease
 
@@ -135,10 +155,8 @@ class LeaseTable:
     ) -> None:
         """A D request's hold on a live lease, new or renewed."""
         self._claims[claim_id] = lease.production
-        claim = lease.claims.setdefault(claim_id, ClaimState(0.0))
+        claim = self._extend(lease, claim_id, now_s)
         claim.ranks_released.update(ranks_released)
-        claim.deadline_s = self._extended(lease, now_s)
-        self._reschedule(lease)
 
     def void(self, lease: Lease) -> None:
         """Its blocks do not count any more, whoever still has a claim."""
@@ -154,8 +172,7 @@ class LeaseTable:
         lease = self._leases.get(self._claims.get(claim_id, 0))
         if lease is None or lease.end is not None:
             return False
-        lease.claims[claim_id].deadline_s = self._extended(lease, now_s)
-        self._reschedule(lease)
+        self._extend(lease, claim_id, now_s)
         return True
 
     def drop(self, production: int, secret: str, claim_id: int) -> None:
@@ -167,7 +184,9 @@ class LeaseTable:
     def release(self, production: int, secret: str, claim_id: int, rank: int) -> bool:
         """A rank of D has read the blocks. Returns whether they were held until now."""
         lease = self._leases.get(production)
-        if lease is None or lease.secret != secret:
+        if lease is None:
+            return (production, secret, claim_id, rank) in self._past
+        if lease.secret != secret:
             return False
         if (claim_id, rank) in lease.confirmed:
             return True
@@ -184,16 +203,23 @@ class LeaseTable:
     def take_ended(self, now_s: float) -> list[Lease]:
         """The leases that ended since the last call; each is returned once."""
         while self._expiry and self._expiry[0][0] <= now_s:
-            deadline_s, production = heapq.heappop(self._expiry)
+            due_s, production = heapq.heappop(self._expiry)
             lease = self._leases.get(production)
-            if lease is not None and lease.end is None and lease.deadline_s == deadline_s:
-                self._expire_claims(lease, now_s)
+            if lease is None or lease.end is not None or lease.due_s != due_s:
+                continue
+            if lease.deadline_s > now_s:
+                self._schedule(lease)
+            else:
+                self._expire(lease)
         ended, self._ended = self._ended, []
         return ended
 
     def forget(self, lease: Lease) -> None:
         """The blocks of an ended lease have been freed."""
         del self._leases[lease.production]
+        if lease.end is LeaseEnd.RELEASED:
+            # Not of a voided one: a D that has not all of it will want the next production.
+            self._remember(lease)
         for claim_id in lease.claims:
             self._claims.pop(claim_id, None)
         for block in lease.held_blocks:
@@ -201,39 +227,51 @@ class LeaseTable:
             if not self._holders[block]:
                 del self._holders[block]
 
+    def _remember(self, lease: Lease) -> None:
+        for claim_id, rank in lease.confirmed:
+            self._past[lease.production, lease.secret, claim_id, rank] = None
+        while len(self._past) > MAX_CONFIRMED:
+            del self._past[next(iter(self._past))]
+
     def _live(self, production: int, secret: str) -> Lease | None:
         lease = self._leases.get(production)
         if lease is None or lease.end is not None or lease.secret != secret:
             return None
         return lease
 
-    def _extended(self, lease: Lease, now_s: float) -> float:
-        return min(now_s + self._lease_s, lease.opened_s + self._max_lease_s)
+    def _extend(self, lease: Lease, claim_id: int, now_s: float) -> ClaimState:
+        """A sign of life of a claim, old or new."""
+        claim = lease.claims.pop(claim_id, None) or ClaimState(0.0)
+        claim.deadline_s = min(now_s + self._lease_s, lease.opened_s + self._max_lease_s)
+        lease.claims[claim_id] = claim
+        self._set_deadline(lease)
+        return claim
 
-    def _reschedule(self, lease: Lease) -> None:
+    def _set_deadline(self, lease: Lease) -> None:
         """A claimed lease lives until the last of its claims."""
-        deadline_s = max(claim.deadline_s for claim in lease.claims.values())
-        if deadline_s != lease.deadline_s:
-            lease.deadline_s = deadline_s
-            heapq.heappush(self._expiry, (deadline_s, lease.production))
+        lease.deadline_s = next(reversed(lease.claims.values())).deadline_s
+        if lease.deadline_s < lease.due_s:
+            self._schedule(lease)
+
+    def _schedule(self, lease: Lease) -> None:
+        # Not at each renewal: a D may send any number of them.
+        lease.due_s = lease.deadline_s
+        heapq.heappush(self._expiry, (lease.due_s, lease.production))
 
     def _close_claim(self, lease: Lease, claim_id: int) -> None:
+        lease.closed.add(claim_id)
         if lease.claims.pop(claim_id, None) is not None:
             self._claims.pop(claim_id, None)
         if not lease.claims:
             self._end(lease, LeaseEnd.RELEASED)
         else:
-            self._reschedule(lease)
+            self._set_deadline(lease)
 
-    def _expire_claims(self, lease: Lease, now_s: float) -> None:
-        for claim_id, claim in list(lease.claims.items()):
-            if claim.deadline_s <= now_s:
-                del lease.claims[claim_id]
-                self._claims.pop(claim_id, None)
-        if not lease.claims:
-            self._end(lease, LeaseEnd.EXPIRED)
-        else:
-            self._reschedule(lease)
+    def _expire(self, lease: Lease) -> None:
+        for claim_id in lease.claims:
+            self._claims.pop(claim_id, None)
+        lease.claims.clear()
+        self._end(lease, LeaseEnd.EXPIRED)
 
     def _end(self, lease: Lease, reason: LeaseEnd) -> None:
         lease.end = reason

@@ -100,6 +100,11 @@ class Producer:
     def num_leases(self) -> int:
         return len(self.leases)
 
+    @property
+    def is_owed(self) -> bool:
+        """Whether a D may still fetch or be sent something that P has computed."""
+        return len(self.leases) > 0
+
     def on_new_request(self, request: "Request") -> None:
         """A D may wait for this prompt already, or will soon."""
         self.free_ended()
@@ -152,8 +157,9 @@ class Producer:
             self._prefills.forget(request_id)
             self._refuse_handover(
                 request_id,
-                "no D has asked for it, and prompts without a D take their share of the cache "
-                "(raise unreserved_fraction, or look why D does not announce it)",
+                f"no D has asked for it {self._config.within('first_contact_timeout_s')}, and "
+                "prompts without a D take their share of the cache (raise unreserved_fraction, or "
+                "look why D does not announce it)",
             )
         return gate is Gate.WAIT
 
@@ -407,12 +413,14 @@ class Producer:
         assert lease.end is not None
         self._stats.count(f"leases_{lease.end.value}")
         if lease.end is LeaseEnd.EXPIRED:
+            is_oldest = lease.deadline_s >= lease.opened_s + self._config.max_lease_s
             logger.warning(
-                "request %s: lease %d expired, no D has fetched and released its %d blocks; "
+                "request %s: lease %d expired, no D has fetched and released its %d blocks %s; "
                 "check that D is alive and can reach %s:%d",
                 lease.request_id,
                 lease.production,
                 len(lease.held_blocks),
+                self._config.within("max_lease_s" if is_oldest else "lease_s"),
                 self._config.host,
                 self._control_port,
             )

@@ -5,12 +5,14 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from vllm_llmdd_connector.config import ConnectorConfig
+from vllm_llmdd_connector.config import MAX_PORT, ConnectorConfig
 from vllm_llmdd_connector.control.channel import Server
 from vllm_llmdd_connector.control.client import ControlClient
 from vllm_llmdd_connector.control.fingerprint import Fingerprint, model_facts
+from vllm_llmdd_connector.control.keys import load_key_set
 from vllm_llmdd_connector.control.messages import PROTOCOL_VERSION, AnyMessage, Knock, Message
 from vllm_llmdd_connector.control.metaserver import MetaserverClient
+from vllm_llmdd_connector.deadlines import drain_limit_s
 from vllm_llmdd_connector.errors import ConfigError, RemoteProtocolError
 from vllm_llmdd_connector.ids import new_instance
 from vllm_llmdd_connector.layout.groups import transfer_groups
@@ -23,6 +25,7 @@ from vllm_llmdd_connector.scheduler.consumer import Consumer
 from vllm_llmdd_connector.scheduler.producer import Producer
 from vllm_llmdd_connector.scheduler.producer_control import ProducerControl
 from vllm_llmdd_connector.scheduler.request_trace import ConsumerTrace, ProducerTrace
+from vllm_llmdd_connector.scheduler.shutdown import ShutdownNotice
 from vllm_llmdd_connector.scheduler.summons import SummonsTable
 from vllm_llmdd_connector.trace.recorder import NO_TRACE, open_trace
 
@@ -54,16 +57,13 @@ class SchedulerConnector:
         self._callers: Callers | None = None
         self._client: ControlClient | None = None
         self._summons: SummonsTable | None = None
-        self._metaservers = MetaserverClient(config.first_contact_timeout_s)
+        self._metaservers = MetaserverClient(config)
         self._is_consumer = transfer.is_kv_consumer
+        self._notice = ShutdownNotice(time.monotonic)
+        self._drain_s = drain_limit_s(getattr(vllm_config, "shutdown_timeout", 0))
         self._warned_local = False
         self._instance = new_instance()
-        self._server = Server(
-            "llmdd-control-server",
-            config.host,
-            self._control_port(),
-            lambda: self._stats.count("junk_messages"),
-        )
+        self._keys = load_key_set(config.keys_dir)
         self._recorder = open_trace(
             config.trace_dir,
             str(transfer.kv_role),
@@ -71,6 +71,18 @@ class SchedulerConnector:
             "scheduler",
             instance=self._instance,
         )
+        try:
+            self._server = Server(
+                "llmdd-control-server",
+                config.host,
+                self._control_port(),
+                lambda: self._stats.count("junk_messages"),
+                self._keys,
+            )
+        except ConfigError:
+            if self._recorder is not None:
+                self._recorder.close()
+            raise
         self._producer_trace: ProducerTrace | None = None
         self._consumer_trace: ConsumerTrace | None = None
         if transfer.is_kv_producer:
@@ -85,7 +97,9 @@ class SchedulerConnector:
                 time.monotonic,
                 self._stats,
             )
-            self._callers = Callers(config, self._server.port, self._producer, self._stats)
+            self._callers = Callers(
+                config, self._server.port, self._producer, self._stats, self._keys
+            )
             if self._recorder is not None:
                 block_sizes = [group.block_size for group in self._groups]
                 self._producer_trace = ProducerTrace(self._recorder, block_sizes, self._transferred)
@@ -93,14 +107,23 @@ class SchedulerConnector:
     def _control_port(self) -> int:
         if not self._config.control_port:
             return 0
+        base = self._config.control_port
         dp_rank: int = self._vllm_config.parallel_config.data_parallel_rank
-        return self._config.control_port + dp_rank
+        if base + dp_rank > MAX_PORT:
+            # ZeroMQ would take the port's last 16 bits.
+            raise ConfigError(
+                f"control_port {base} plus data parallel rank {dp_rank} is {base + dp_rank}, above "
+                f"{MAX_PORT}; set control_port lower, or to 0"
+            )
+        return base + dp_rank
 
     def set_handshake(self, by_rank: dict[int, WorkerHandshake]) -> None:
         """All workers' parts: from here on peers can be answered and dialled."""
         ranks = [by_rank[rank] for rank in sorted(by_rank)]
         size = self._vllm_config.parallel_config.tensor_parallel_size
         if len(ranks) != size:
+            # vLLM will not ask for it, and collecting open sockets with their context may hang.
+            self.shutdown()
             raise ConfigError(
                 f"{len(ranks)} of {size} workers sent a handshake to LLMDataDistConnector; in a "
                 "MultiConnector list it as the first connector, whose handshake alone vLLM hands on"
@@ -125,37 +148,42 @@ class SchedulerConnector:
                 self._stats,
             )
         if self._is_consumer:
-            self._client = ControlClient(
-                fingerprint,
-                time.monotonic,
-                lambda number: self._stats.count("junk_messages", number),
-                takes_push=can_push,
-                trace=self._recorder or NO_TRACE,
-            )
-            block_sizes = [group.block_size for group in self._groups]
-            make_post = partial(
-                metaserver_post,
-                engine_id=self._vllm_config.kv_transfer_config.engine_id,
-                address=(self._config.host, self._server.port),
-                block_sizes=block_sizes,
-                num_ranks=size,
-            )
-            self._summons = SummonsTable(
-                self._config, self._metaservers, self._client, make_post, time.monotonic
-            )
-            self._consumer = Consumer(
-                self._config,
-                block_sizes,
-                self._client,
-                time.monotonic,
-                self._stats,
-                self._groups,
-                self._summons,
-            )
-            if self._recorder is not None:
-                self._consumer_trace = ConsumerTrace(self._recorder, self._consumer.transfer_of)
+            self._open_consumer(fingerprint, can_push, size)
         self._server.start(partial(self._on_message, control))
         logger.info("control channel listens on %s:%d", self._config.host, self._server.port)
+
+    def _open_consumer(self, fingerprint: Fingerprint, can_push: bool, num_ranks: int) -> None:
+        self._client = ControlClient(
+            fingerprint,
+            time.monotonic,
+            lambda number: self._stats.count("junk_messages", number),
+            takes_push=can_push,
+            deadlines=self._config,
+            keys=self._keys,
+            trace=self._recorder or NO_TRACE,
+        )
+        block_sizes = [group.block_size for group in self._groups]
+        make_post = partial(
+            metaserver_post,
+            engine_id=self._vllm_config.kv_transfer_config.engine_id,
+            address=(self._config.host, self._server.port),
+            block_sizes=block_sizes,
+            num_ranks=num_ranks,
+        )
+        self._summons = SummonsTable(
+            self._config, self._metaservers, self._client, make_post, time.monotonic
+        )
+        self._consumer = Consumer(
+            self._config,
+            block_sizes,
+            self._client,
+            time.monotonic,
+            self._stats,
+            self._groups,
+            self._summons,
+        )
+        if self._recorder is not None:
+            self._consumer_trace = ConsumerTrace(self._recorder, self._consumer.transfer_of)
 
     def _on_message(
         self,
@@ -176,6 +204,8 @@ class SchedulerConnector:
             self._producer.bind_block_pool(block_pool)
 
     def on_new_request(self, request: "Request") -> None:
+        if self._drain_s:
+            self._notice.arm()
         if self._callers is not None:
             self._callers.on_new_request(request)
         if self._producer_trace is not None:
@@ -252,6 +282,14 @@ class SchedulerConnector:
         if self._producer is not None:
             self._producer.free_ended()
         return True
+
+    def has_pending_work(self) -> bool:
+        """Whether a stopping server still holds something for a D; False while nobody has asked it
+        to stop, because vLLM would step without pause."""
+        asked_s = self._notice.asked_s
+        if asked_s is None or self._producer is None or not self._producer.is_owed:
+            return False
+        return time.monotonic() < asked_s + self._drain_s
 
     def take_stats(self) -> LlmddStats | None:
         return self._stats.take()

@@ -23,6 +23,9 @@ logger = get_logger(__name__)
 MAX_ENDED = 4096
 """Transfers whose late P is still told that nobody waits; of older ones P's lease expires."""
 
+MAX_FOREIGN = 64
+"""Hosts outside of the allow-list whose knock is logged, each once."""
+
 
 class Poster(Protocol):
     """What is needed of ``MetaserverClient``."""
@@ -75,6 +78,7 @@ class SummonsTable:
         self._waiting: dict[str, str] = {}
         self._ended: OrderedDict[str, None] = OrderedDict()
         self._events: deque[Knocked | Answered] = deque()
+        self._foreign: set[str] = set()
 
     def ask(self, request_id: str, transfer_id: str, url: str) -> None:
         """Ask for the request's prefill; events follow until ``end``."""
@@ -109,13 +113,7 @@ class SummonsTable:
         if not is_allowed_peer(message.host, self._config.allowed_peers):
             # No address from the network is dialled unchecked, and no request fails by it: the
             # true P may still come, and each request has its deadline.
-            logger.warning(
-                "transfer %s: prefill server %s is not in allowed_peers %s; add it there if it is "
-                "yours",
-                message.transfer_id,
-                message.host,
-                list(self._config.allowed_peers),
-            )
+            self._warn_once(message)
             return
         with self._lock:
             request_id = self._waiting.get(message.transfer_id)
@@ -124,6 +122,18 @@ class SummonsTable:
             self._events.append(Knocked(request_id, message.host, message.port))
         elif is_late:
             self.send_away(message.transfer_id, message.host, message.port)
+
+    def _warn_once(self, message: Knock) -> None:
+        """Whoever reaches the port can knock as often as it likes."""
+        if message.host in self._foreign or len(self._foreign) >= MAX_FOREIGN:
+            return
+        self._foreign.add(message.host)
+        logger.warning(
+            "transfer %r: prefill server %r is not in allowed_peers %s; add it if it is yours",
+            message.transfer_id,
+            message.host,
+            list(self._config.allowed_peers),
+        )
 
     def send_away(self, transfer_id: str, host: str, port: int) -> None:
         """Tell a P that has knocked that it is not waited for."""

@@ -202,6 +202,10 @@ class Recorder:
         ]
 
 
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
+
+
 def open_trace(
     folder: str, role: str, engine_id: str, process: str, **facts: Any
 ) -> Recorder | None:
@@ -214,11 +218,12 @@ def _create(folder: str, role: str, engine_id: str, process: str) -> tuple[Path,
     words: list[str] = [re.sub(r"[^A-Za-z0-9.]+", "_", word) for word in (role, engine_id, process)]
     stem = "-".join([*(word[:64] for word in words), str(os.getpid())])
     try:
-        Path(folder).mkdir(parents=True, exist_ok=True)
+        Path(folder).mkdir(mode=0o700, parents=True, exist_ok=True)
         for number in count():
             path = Path(folder) / (f"{stem}-{number}.json" if number else f"{stem}.json")
             try:
-                return path, path.open("xb")
+                # Transfer ids are secrets while they live.
+                return path, open(path, "xb", opener=_private)
             except FileExistsError:
                 continue
     except OSError as error:

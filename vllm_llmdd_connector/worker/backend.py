@@ -6,8 +6,10 @@ thread, except ``link``, ``unlink`` and their errors' words, which belong to a p
 thread.
 """
 
+import contextlib
 import importlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from types import ModuleType
 from typing import Any, Protocol, cast
 
@@ -21,10 +23,13 @@ NPU = "npu"
 
 
 class Fence(Protocol):
-    """A point in the device's work."""
+    """A point in the device's work; any thread may ask it."""
 
     def wait(self) -> None:
-        """Return when all work that was queued before it is done; any thread may call it."""
+        """Return when all work that was queued before it is done."""
+
+    def is_done(self) -> bool:
+        """Whether ``wait`` would return at once."""
 
 
 class Backend(Protocol):
@@ -34,10 +39,17 @@ class Backend(Protocol):
     """The module with the LLM-DataDist names."""
     listen_port: int
     """The port that peers' ``link_clusters`` dials; 0 when this side does not listen."""
-    max_blocks_per_pull: int
-    """Longer block lists are pulled in pieces."""
+    max_blocks_per_call: int
+    """Longer block lists are pulled and pushed in pieces."""
     has_reservations: bool
-    """Whether blocks can be set aside for a peer's pushes, an extension of the API."""
+    """Whether blocks can be set aside for a peer's pushes, an extension of the API. Without them
+    P names D's blocks, and writes them until it says that it does not."""
+    can_transfer_layers: bool
+    """Whether ``transfer_layers`` takes these tensors."""
+
+    @property
+    def can_push(self) -> bool:
+        """Whether this installation, which has been started, can push."""
 
     def check_plans(self, plans: Sequence[CachePlan]) -> None:
         """Refuse with ``ConfigError`` what cannot be registered."""
@@ -70,6 +82,25 @@ class Backend(Protocol):
 
     def record_fence(self) -> Fence | None:
         """The device's work up to now, on the calling thread's stream; None where there is none."""
+
+    def on_link(self, cluster_id: int) -> AbstractContextManager[None]:
+        """Around a pull or a push: keeps others away from the link, where they may not be."""
+
+    def transfer_layers(
+        self,
+        src_cache: Any,
+        dst_key: Any,
+        num_layers: int,
+        src_blocks: list[int],
+        dst_blocks: list[int],
+        wait_for_layer: Callable[[int], bool],
+    ) -> tuple[int, Any]:
+        """One ``transfer_cache_async`` of all layers to one peer, and its end.
+
+        ``wait_for_layer`` is called on a thread of the engine and may end the transfer by False.
+        Returns how many layers have arrived, all or the first ones, and the status; that of a
+        transfer which ``wait_for_layer`` has ended is success. Only without reservations.
+        """
 
     def stop(self) -> None:
         """Finalize; no transfer may run."""
@@ -149,8 +180,10 @@ class HostBackend:
     """Our own engine, with its extensions: port 0, ``listen_port``, ``last_link_error``."""
 
     listen_port = 0
-    max_blocks_per_pull = 2**31
+    max_blocks_per_call = 2**31
     has_reservations = True
+    can_push = True
+    can_transfer_layers = False
 
     def __init__(self, config: ConnectorConfig) -> None:
         self.api: Any = load_api(config.engine)
@@ -201,6 +234,13 @@ class HostBackend:
 
     def record_fence(self) -> None:
         """Host memory: what vLLM has computed is in place when the call returns."""
+
+    def on_link(self, cluster_id: int) -> AbstractContextManager[None]:
+        """The engine orders the calls of a link by itself."""
+        return contextlib.nullcontext()
+
+    def transfer_layers(self, *args: Any) -> tuple[int, Any]:
+        raise NotImplementedError("the host engine's transfers go by reservation")
 
     def stop(self) -> None:
         self._datadist.finalize()

@@ -19,7 +19,7 @@ class DigestLog:
 
     def __init__(self, folder: str, role: str, tp_rank: int) -> None:
         path = Path(folder)
-        path.mkdir(parents=True, exist_ok=True)
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._path = path / f"{role}-rank{tp_rank}-{os.getpid()}.jsonl"
         self._tp_rank = tp_rank
 
@@ -51,8 +51,13 @@ class DigestLog:
             )
             for region in plan.regions
         ]
-        with self._path.open("a") as file:
+        with open(self._path, "a", opener=_private) as file:
             file.write("\n".join(lines) + "\n")
+
+
+def _private(path: str, flags: int) -> int:
+    """Digests tell which prompts are equal, and transfer ids are secrets while they live."""
+    return os.open(path, flags, 0o600)
 
 
 def _digest(address: int, length: int) -> str:

@@ -1,7 +1,8 @@
 """P's worker: which layers of the running step are computed, for the transfers that wait for them.
 
-One native synchronizer per cache holds a flag per region; vLLM's layer hook sets it. In a step
-without prompts to push a hook costs one lookup in an empty dict.
+One synchronizer per cache holds a mark per region; the first of vLLM's hooks that reports a layer
+sets it, and later ones of that step say nothing. In a step without prompts to push a hook costs one
+lookup in an empty dict.
 """
 
 from collections import defaultdict
@@ -15,7 +16,7 @@ _Mark = Callable[[], None]
 
 
 class Synchronizer(Protocol):
-    """The engine's ``NativeLayerSynchronizer``."""
+    """The engine's ``NativeLayerSynchronizer``, or ``FencedMarks``."""
 
     def mark(self, layer_index: int) -> None: ...
     def mark_all(self) -> None: ...
@@ -25,7 +26,15 @@ class Synchronizer(Protocol):
 class LayerEvents:
     """Marks of all caches; main thread, except ``synchronizer``."""
 
-    def __init__(self, plans: Sequence[CachePlan], create: Callable[[int], Any]) -> None:
+    def __init__(
+        self,
+        plans: Sequence[CachePlan],
+        create: Callable[[int], Any],
+        around: Callable[[_Mark], None] | None = None,
+    ) -> None:
+        """``create`` makes a synchronizer for a number of regions; ``around`` is given what sets
+        the marks of one hook, to set them."""
+        self._around = around
         self._live: dict[int, Synchronizer] = {}
         self._settled: dict[int, Synchronizer] = {}
         self._joined: list[_JoinedRegion] = []
@@ -52,7 +61,10 @@ class LayerEvents:
                         marks[layer].append(partial(joined.computed, layer))
                 else:
                     marks[region.layers[0]].append(mark)
-        return {layer: _all(parts) for layer, parts in marks.items()}
+        return {layer: self._hook(_all(parts)) for layer, parts in marks.items()}
+
+    def _hook(self, mark: _Mark) -> _Mark:
+        return mark if self._around is None else partial(self._around, mark)
 
     def begin(self) -> None:
         """A step with prompts to push begins: no layer is computed."""
@@ -62,11 +74,11 @@ class LayerEvents:
             joined.reset()
         self.generation += 1
         self.is_running = True
-        self._active = self._marks
+        self._active = dict(self._marks)
 
     def computed(self, layer_name: str) -> None:
         """vLLM's layer hook: the layer's KV of this step is in the cache."""
-        mark = self._active.get(layer_name)
+        mark = self._active.pop(layer_name, None)
         if mark is not None:
             mark()
 
@@ -74,15 +86,21 @@ class LayerEvents:
         """The forward is over: layers that no hook reported count as computed too."""
         if not self.is_running:
             return
-        for synchronizer in self._live.values():
-            synchronizer.mark_all()
+        self._hook(self._mark_rest)()
         self._active = {}
         self.is_running = False
 
-    def synchronizer(self, model_id: int, generation: int) -> Synchronizer:
+    def is_live(self, generation: int) -> bool:
+        """Whether this step is the running one."""
+        return self.is_running and generation == self.generation
+
+    def synchronizer(self, model_id: int, generation: int) -> Any:
         """What a transfer waits on for layers of step ``generation``, running or ended."""
-        is_live = self.is_running and generation == self.generation
-        return (self._live if is_live else self._settled)[model_id]
+        return (self._live if self.is_live(generation) else self._settled)[model_id]
+
+    def _mark_rest(self) -> None:
+        for synchronizer in self._live.values():
+            synchronizer.mark_all()
 
 
 class _JoinedRegion:

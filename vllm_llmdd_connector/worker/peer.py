@@ -14,12 +14,9 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
-import zmq
-
-from vllm_llmdd_connector.config import ConnectorConfig
-from vllm_llmdd_connector.control.channel import Dialer, Wake
+from vllm_llmdd_connector.control.channel import Dialer, Sleeper
 from vllm_llmdd_connector.control.messages import (
     AnyMessage,
     Release,
@@ -27,20 +24,19 @@ from vllm_llmdd_connector.control.messages import (
     Unknown,
     WorkerEndpoint,
 )
+from vllm_llmdd_connector.deadlines import RESEND_S
 from vllm_llmdd_connector.errors import LinkError, TransferError
 from vllm_llmdd_connector.layout.kv_layout import CachePlan
-from vllm_llmdd_connector.log import get_logger
+from vllm_llmdd_connector.log import get_logger, one_line
 from vllm_llmdd_connector.metadata import Job, PullJob, ReceiveJob
-from vllm_llmdd_connector.metrics import TransferStats
-from vllm_llmdd_connector.trace.recorder import NO_TRACE, Trace
 from vllm_llmdd_connector.worker.backend import Fence
-from vllm_llmdd_connector.worker.completion import Completions
-from vllm_llmdd_connector.worker.digest import DigestLog
-from vllm_llmdd_connector.worker.receive import Receive, Receiver, ReserveEngine
-from vllm_llmdd_connector.worker.releases import RESEND_S, Answer, PendingRelease, Releases
+from vllm_llmdd_connector.worker.peer_link import PeerContext, PeerLink, quiet_peer
+from vllm_llmdd_connector.worker.receive import Receive, Receiver
+from vllm_llmdd_connector.worker.releases import Answer, PendingRelease, Releases
 
 logger = get_logger(__name__)
 
+_SHUTTING_DOWN = "the worker is shutting down"
 _NOT_HELD = {
     Answer.GIVEN_UP: (
         "P had given the blocks up before they were read (its lease expired); raise lease_s or "
@@ -49,31 +45,6 @@ _NOT_HELD = {
     Answer.RESTARTED: "P was restarted while its blocks were read",
     Answer.NONE: "P did not confirm in time that it still held the blocks",
 }
-
-
-class PeerEngine(ReserveEngine, Protocol):
-    """What a peer thread needs of the engine; ``DataDistEngine`` has it."""
-
-    def link(self, endpoint: WorkerEndpoint) -> None: ...
-    def unlink(self, endpoint: WorkerEndpoint) -> None: ...
-    def pull(
-        self, peer_cluster_id: int, plan: CachePlan, src_blocks: list[int], dst_blocks: list[int]
-    ) -> None: ...
-
-
-@dataclass(slots=True)
-class PeerContext:
-    """What all peer threads of a worker share."""
-
-    config: ConnectorConfig
-    engine: PeerEngine
-    plans: list[CachePlan]
-    completions: Completions
-    stats: TransferStats
-    digests: DigestLog | None
-    zmq_context: "zmq.Context[zmq.Socket[bytes]]"
-    tp_rank: int
-    trace: Trace = NO_TRACE
 
 
 @dataclass(slots=True)
@@ -106,12 +77,18 @@ class PeerThread:
         self._unreported: dict[str, _Transfer] = {}
         self._unwanted: deque[tuple[str, str]] = deque()
         self._releases = Releases()
-        self._receiver = Receiver(context.engine, context.plans, endpoint.cluster_id)
+        self._link = PeerLink(context.engine, endpoint, context.stats)
+        self._receiver = Receiver(
+            context.engine,
+            context.plans,
+            endpoint.cluster_id,
+            context.cancel_timeout_s,
+            self._link,
+        )
         self._worker_dialer: Dialer | None = None
-        self._wake = Wake()
+        self._sleeper = Sleeper()
         self._lock = threading.Lock()
         self._stopping = False
-        self._is_linked = False
         self._ended = False
         self._thread = threading.Thread(
             target=self._run, name=f"llmdd-peer-{endpoint.cluster_id:x}", daemon=True
@@ -133,7 +110,7 @@ class PeerThread:
             transfer = _Transfer(job, fence, now_s, now_s + job.timeout_s)
             self._unreported[job.request_id] = transfer
             self._queue.append(transfer)
-            self._wake.set()
+            self._sleeper.wake()
         return True
 
     def give_up(self, request_id: str, reason: str) -> None:
@@ -141,14 +118,14 @@ class PeerThread:
         with self._lock:
             if not self._ended and request_id in self._unreported:
                 self._unwanted.append((request_id, reason))
-                self._wake.set()
+                self._sleeper.wake()
 
     def close(self) -> None:
         """End the thread after the copy it is in; unfinished jobs are reported as failed."""
         with self._lock:
             if not self._ended:
                 self._stopping = True
-                self._wake.set()
+                self._sleeper.wake()
         self._thread.join()
 
     def _run(self) -> None:
@@ -164,43 +141,53 @@ class PeerThread:
         self._end(reason)
 
     def _dial(self, address: tuple[str, int]) -> Dialer:
-        return Dialer(self._context.zmq_context, *address)
+        dialer = Dialer(self._context.zmq_context, *address, self._context.keys)
+        self._sleeper.watch(dialer.socket, dialer.monitor)
+        return dialer
 
     def _serve(self, dialer: Dialer, stack: ExitStack) -> str:
         """Until the peer is lost or the worker stops; returns why."""
-        while not self._stopping:
-            self._wait(dialer)
+        while not self._stopping or len(self._receiver):
+            self._sleeper.sleep(self._timeout_ms())
             for source in self._dialers(dialer):
                 self._receive(source)
                 if source.was_lost():
-                    host, port = source.address
-                    return f"the control connection to {host}:{port} was refused or lost"
+                    return source.loss
             now_s = time.monotonic()
             self._releases.check(dialer, now_s)
             while self._unwanted:
                 self._drop(*self._unwanted.popleft())
-            self._receiver.check(self._worker_dialer, now_s)
-            if self._queue:
+            if self._stopping:
+                self._receiver.give_up_all(_SHUTTING_DOWN, self._worker_dialer, now_s)
+            lost = self._receiver.check(self._worker_dialer, now_s)
+            if lost:
+                return lost
+            if self._queue and not self._stopping and now_s >= self._next_turn_s():
                 self._serve_next(dialer, stack)
-        return "the worker is shutting down"
+        return _SHUTTING_DOWN
+
+    def _next_turn_s(self) -> float:
+        """When the oldest job is to be served, or is too late.
+
+        No pull goes beside a push over a link, which an engine without reservations needs, and no
+        link is made anew under a push.
+        """
+        may_overlap = self._context.engine.has_reservations or not len(self._receiver)
+        head = self._queue[0]
+        if may_overlap or (self._link.is_made and isinstance(head.job, ReceiveJob)):
+            return 0.0
+        return head.deadline_s
 
     def _dialers(self, dialer: Dialer) -> list[Dialer]:
         return [dialer] if self._worker_dialer is None else [dialer, self._worker_dialer]
 
-    def _wait(self, dialer: Dialer) -> None:
-        poller = zmq.Poller()
-        poller.register(self._wake.fileno(), zmq.POLLIN)
-        for source in self._dialers(dialer):
-            poller.register(source.socket, zmq.POLLIN)
-            poller.register(source.monitor, zmq.POLLIN)
-        timeout_ms = None
+    def _timeout_ms(self) -> int | None:
         due_s = min(self._releases.next_event_s(), self._receiver.next_event_s())
-        if self._queue:
-            timeout_ms = 0
-        elif due_s < math.inf:
-            timeout_ms = max(0, int((due_s - time.monotonic()) * 1000) + 1)
-        poller.poll(timeout_ms)
-        self._wake.clear()
+        if self._queue and not self._stopping:
+            due_s = min(due_s, self._next_turn_s())
+        if due_s == math.inf:
+            return None
+        return max(0, int((due_s - time.monotonic()) * 1000) + 1)
 
     def _serve_next(self, dialer: Dialer, stack: ExitStack) -> None:
         transfer = self._queue.popleft()
@@ -209,7 +196,7 @@ class PeerThread:
             self._fail(transfer, *refusal)
             return
         try:
-            self._link()
+            self._make_link(stack)
         except LinkError as error:
             # What is queued behind it would wait for the same link.
             for queued in [transfer, *self._take_queue()]:
@@ -227,7 +214,8 @@ class PeerThread:
         if not transfer.job.groups:
             return "block map", "the block tables of the two servers do not fit"
         if time.monotonic() >= transfer.deadline_s:
-            return "queue", f"waited {transfer.job.timeout_s:.0f} s behind other transfers"
+            limit = self._context.config.within("request_timeout_s")
+            return "queue", f"its turn behind other transfers did not come {limit}"
         return None
 
     def _drop(self, request_id: str, reason: str) -> None:
@@ -237,7 +225,7 @@ class PeerThread:
             if transfer.job.request_id == request_id:
                 self._queue.remove(transfer)
                 self._fail(transfer, "queue", reason)
-        self._receiver.give_up(request_id, reason, self._worker_dialer)
+        self._receiver.give_up(request_id, reason, self._worker_dialer, time.monotonic())
 
     def _take_queue(self) -> list[_Transfer]:
         taken: list[_Transfer] = []
@@ -245,26 +233,25 @@ class PeerThread:
             taken.append(self._queue.popleft())
         return taken
 
-    def _link(self) -> None:
-        """Link on first use; one failure may be a peer that is just starting, so try twice."""
-        if self._is_linked:
+    def _make_link(self, stack: ExitStack) -> None:
+        if self._link.is_made:
             return
-        started_s = time.monotonic()
-        try:
-            self._context.engine.link(self.endpoint)
-        except LinkError as error:
-            logger.warning("peer %x: linking again: %s", self.endpoint.cluster_id, error)
-            self._context.engine.unlink(self.endpoint)
-            self._context.engine.link(self.endpoint)
-        self._is_linked = True
-        took_s = time.monotonic() - started_s
-        self._context.stats.observe("link_seconds", took_s)
-        logger.info("peer %x: linked in %.1f ms", self.endpoint.cluster_id, took_s * 1000)
+        self._link.count()
+        if not self._context.engine.has_reservations and self.endpoint.control_port:
+            quiet_peer(
+                self._dial_worker(stack),
+                self.endpoint,
+                self._context.engine.cluster_id,
+                self._link.number,
+                self._context.cancel_timeout_s,
+            )
+        self._link.make()
 
-    def _unlink(self) -> None:
-        if self._is_linked:
-            self._is_linked = False
-            self._context.engine.unlink(self.endpoint)
+    def _dial_worker(self, stack: ExitStack) -> Dialer:
+        if self._worker_dialer is None:
+            address = (self.endpoint.host, self.endpoint.control_port)
+            self._worker_dialer = stack.enter_context(closing(self._dial(address)))
+        return self._worker_dialer
 
     # Pull: D copies, then P confirms.
 
@@ -272,7 +259,7 @@ class PeerThread:
         try:
             self._copy(transfer, job)
         except TransferError as error:
-            self._unlink()
+            self._link.drop()
             self._fail(transfer, "transfer", str(error))
             return
         now_s = time.monotonic()
@@ -310,7 +297,10 @@ class PeerThread:
             self._context.stats.observe("release_seconds", time.monotonic() - released_s)
             self._succeed(transfer)
         else:
-            self._fail(transfer, "release", _NOT_HELD[answer])
+            reason = _NOT_HELD[answer]
+            if answer is Answer.NONE:
+                reason = f"{reason}: {self._context.config.within('release_timeout_s')}"
+            self._fail(transfer, "release", reason)
 
     # Push: D reserves, P sends and confirms, D lets P use its blocks again.
 
@@ -319,21 +309,24 @@ class PeerThread:
     ) -> None:
         if transfer.fence is not None:
             transfer.fence.wait()
-        if self._worker_dialer is None:
-            address = (self.endpoint.host, self.endpoint.control_port)
-            self._worker_dialer = stack.enter_context(closing(self._dial(address)))
+        worker_dialer = self._dial_worker(stack)
         transfer.stage = "push"
         receive = Receive(
             job,
             transfer.deadline_s,
             on_done=partial(self._on_pushed, transfer, job, dialer),
-            on_failed=partial(self._fail, transfer, "push"),
+            on_failed=partial(self._on_push_failed, transfer),
             on_reserved=partial(self._on_reserved, job),
         )
-        self._receiver.begin(receive, self._worker_dialer)
+        self._receiver.begin(receive, worker_dialer)
 
     def _on_reserved(self, job: ReceiveJob, reservation: int) -> None:
         self._context.trace.event("reserve", **_names_of(job), reservation=f"{reservation:x}")
+
+    def _on_push_failed(self, transfer: _Transfer, reason: str) -> None:
+        if time.monotonic() >= transfer.deadline_s:
+            reason = f"{reason}; the limit is request_timeout_s"
+        self._fail(transfer, "push", one_line(reason))
 
     def _on_pushed(
         self, transfer: _Transfer, job: ReceiveJob, dialer: Dialer, production: int
@@ -379,7 +372,7 @@ class PeerThread:
             case Unknown():
                 self._releases.end_session(message.session)
             case _ if source is self._worker_dialer:
-                self._receiver.on_message(message, source)
+                self._receiver.on_message(message, source, time.monotonic())
 
     def _succeed(self, transfer: _Transfer) -> None:
         context, job = self._context, transfer.job
@@ -423,14 +416,15 @@ class PeerThread:
 
     def _end(self, reason: str) -> None:
         """Nobody waits for ever: what is left is failed, the link dropped."""
-        # First: once this has ended, a successor may link the same peer.
-        self._receiver.close(reason)
-        self._unlink()
+        # Before anything is reported, because P may write into it; and before this has ended,
+        # because then a successor may link the same peer.
+        self._link.drop()
+        self._receiver.close(reason, time.monotonic())
         with self._lock:
             self._ended = True
         for transfer in list(self._unreported.values()):
             self._fail(transfer, transfer.stage, reason)
-        self._wake.close()
+        self._sleeper.close()
         logger.debug("peer %x: thread ended: %s", self.endpoint.cluster_id, reason)
         self._on_end(self)
 

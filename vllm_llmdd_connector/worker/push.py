@@ -1,8 +1,8 @@
 """P's worker: sends prompts to D's while they are computed.
 
-The main thread brings steps and marks layers; the control thread brings reservations; one thread
-per D rank waits for the ends of its transfers. The copying itself is the engine's. Nothing here
-waits for a peer while it holds the lock, so no D can delay a forward.
+The main thread brings steps and marks layers; the control thread brings reservations; a carrier has
+threads that send. With an engine that knows reservations these are ``Senders``, else a
+``Dispatcher``. Nothing here waits for a peer while it holds the lock, so no D can delay a forward.
 
 A D rank is told ``Done`` when everything it reserved has arrived and the production was valid all
 the time: ``Done`` and the void of a production are decided under one lock, and the void is applied
@@ -10,75 +10,54 @@ before vLLM may overwrite a block.
 """
 
 import threading
-from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 from vllm_llmdd_connector.control.messages import (
     AnyMessage,
     Cancel,
+    CancelAck,
+    CancelAll,
     Done,
     Failed,
+    Message,
     Reserve,
     Void,
 )
-from vllm_llmdd_connector.errors import RemoteProtocolError, TransferError
+from vllm_llmdd_connector.errors import RemoteProtocolError
 from vllm_llmdd_connector.layout.kv_layout import CachePlan
 from vllm_llmdd_connector.log import get_logger
 from vllm_llmdd_connector.metadata import PrefillChunk
 from vllm_llmdd_connector.metrics import TransferStats
 from vllm_llmdd_connector.scheduler.block_map import NULL_BLOCK
 from vllm_llmdd_connector.trace.recorder import NO_TRACE, Trace
+from vllm_llmdd_connector.worker.backend import Fence
+from vllm_llmdd_connector.worker.dispatch import Dispatcher, WriteEngine
 from vllm_llmdd_connector.worker.layer_events import LayerEvents
+from vllm_llmdd_connector.worker.push_piece import Piece, named, names_of
 from vllm_llmdd_connector.worker.push_plan import Order, PushPlan, Reply, Reservation
+from vllm_llmdd_connector.worker.senders import SendEngine, Senders
+from vllm_llmdd_connector.worker.step_fences import Fences
 
 logger = get_logger(__name__)
 
-MAX_STARTED = 16
-"""Transfers under way to one D rank; each has a thread in the engine. Others wait as plans."""
-IDLE_S = 30.0
-"""A D rank's thread ends after this long without work."""
+MAX_LINK_NUMBERS = 4096
+"""D ranks whose last link is remembered; one beyond pushes out the oldest."""
+_LINK_LOST = ("LLM_TIMEOUT", "LLM_FAILED", "LLM_NOT_YET_LINK")
+"""Ends of a transfer after which the host engine's link carries nothing more, with more words."""
 _WITHDRAWN = "LLM_KV_CACHE_NOT_EXIST"
 _NEVER_ENDED = "the forward that computes it did not end"
 
 
-class Task(Protocol):
-    """A transfer under way."""
-
-    def wait(self) -> str: ...
-    def layer_times(self) -> list[tuple[int, int, int]]: ...
-
-
-class PushEngine(Protocol):
+class PushEngine(SendEngine, WriteEngine, Protocol):
     """What a ``Pusher`` needs of the engine; ``DataDistEngine`` has it."""
 
     cluster_id: int
 
-    def new_synchronizer(self, num_layers: int) -> Any: ...
-    def start_push(
-        self,
-        plan: CachePlan,
-        synchronizer: Any,
-        peer_cluster_id: int,
-        token: int,
-        src_blocks: list[int],
-        dst_positions: list[int],
-    ) -> Task: ...
-
-
-@dataclass(slots=True)
-class _Piece:
-    """One order's share in one cache."""
-
-    order: Order
-    plan: CachePlan
-    token: int
-    task: Task | None = None
-
     @property
-    def num_bytes(self) -> int:
-        return len(self.order.src_blocks) * self.plan.block_len * len(self.plan.regions)
+    def has_reservations(self) -> bool: ...
+    def new_synchronizer(self, num_layers: int) -> Any: ...
+    def record_fence(self) -> Fence | None: ...
 
 
 class Pusher:
@@ -98,11 +77,20 @@ class Pusher:
         self._plans = list(plans)
         self._clock = clock
         self._stats = stats
-        self._lock = threading.Lock()
-        self._events = LayerEvents(plans, engine.new_synchronizer)
+        self._lock = threading.RLock()
         self._plan = PushPlan(block_sizes)
-        self._senders: dict[int, _Sender] = {}
-        self._is_closed = False
+        self._link_numbers: dict[int, int] = {}
+        """Per D rank: reservations for earlier links say nothing."""
+        self.is_closed = False
+        self._carrier: Senders | Dispatcher
+        if engine.has_reservations:
+            self._events = LayerEvents(plans, engine.new_synchronizer)
+            self._carrier = Senders(engine, self._events, self, self._lock)
+        else:
+            changed = threading.Condition(self._lock)
+            fences = Fences(engine.record_fence, changed)
+            self._events = LayerEvents(plans, fences.new_marks, fences.around)
+            self._carrier = Dispatcher(engine, self._events, fences, self, changed)
         # Called for each layer of a forward, so without a frame of its own.
         self.layer_computed = self._events.computed
 
@@ -110,7 +98,7 @@ class Pusher:
     def num_under_way(self) -> int:
         """Transfers that are started or wait to be."""
         with self._lock:
-            return sum(len(sender) for sender in self._senders.values())
+            return len(self._carrier)
 
     # Main thread
 
@@ -120,9 +108,8 @@ class Pusher:
             for production in productions:
                 for reservation in self._plan.void(production):
                     message = reservation.message
-                    reservation.reply(
-                        Void(transfer_id=message.transfer_id, reservation=message.reservation)
-                    )
+                    void = Void(transfer_id=message.transfer_id, reservation=message.reservation)
+                    self._end(reservation, void)
 
     def begin_step(self, chunks: Sequence[PrefillChunk]) -> None:
         """A forward is about to compute these parts of prompts."""
@@ -130,7 +117,7 @@ class Pusher:
             if self._events.is_running:
                 # The last forward did not reach its end: what it should have computed is unknown.
                 for reservation in self._plan.void_step(self._events.generation):
-                    self._tell_failed(reservation, _NEVER_ENDED)
+                    self.fail(reservation, _NEVER_ENDED)
             self._events.begin()
             for chunk in chunks:
                 for order in self._plan.advance(chunk, self._events.generation):
@@ -141,95 +128,113 @@ class Pusher:
         if self._events.is_running:
             with self._lock:
                 self._events.end()
+                self._carrier.step_ended()
 
     def close(self) -> None:
-        """Start nothing more; the engine's end ends what is under way."""
+        """Start nothing more. Afterwards the engine may be closed, which ends what is under way."""
         with self._lock:
-            self._is_closed = True
-            senders = list(self._senders.values())
-        for sender in senders:
-            sender.stop()
+            self.is_closed = True
+            self._carrier.stop()
+        self._carrier.join()
 
     # Control thread
 
     def handle(self, message: AnyMessage, reply: Reply) -> None:
         """One message of a D worker."""
         match message:
+            case CancelAll(to_cluster=cluster) if cluster != self._engine.cluster_id:
+                # Another process has had this address, and is gone.
+                reply(CancelAck())
+                return
+            case CancelAll():
+                pass
             case Reserve(to_cluster=cluster) | Cancel(to_cluster=cluster):
                 if cluster != self._engine.cluster_id:
                     raise RemoteProtocolError(f"{type(message).__name__} for cluster {cluster:x}")
             case _:
                 raise RemoteProtocolError(f"{type(message).__name__} is not for a prefill worker")
         with self._lock:
-            if isinstance(message, Cancel):
-                self._plan.cancel(message.transfer_id, message.reservation)
-                return
-            problem = self._problem_of(message)
-            if problem:
-                raise RemoteProtocolError(problem)
-            if self._plan.is_lost(message.transfer_id):
-                reply(_failed(message, _NEVER_ENDED))
-                return
-            for order in self._plan.reserve(message, reply, self._clock()):
-                self._begin(order)
+            match message:
+                case Reserve():
+                    self._reserve(message, reply)
+                case Cancel():
+                    self._cancel(message, reply)
+                case CancelAll():
+                    self._cancel_all(message, reply)
+
+    # With the lock
+
+    def _reserve(self, message: Reserve, reply: Reply) -> None:
+        problem = self._problem_of(message)
+        if problem:
+            raise RemoteProtocolError(problem)
+        if message.link_number < self._link_numbers.get(message.cluster_id, 0):
+            # D has closed the connection on which it came, and uses the blocks for others.
+            return
+        if self._plan.is_lost(message.transfer_id):
+            reply(_failed(message, _NEVER_ENDED))
+            return
+        for order in self._plan.reserve(message, reply, self._clock()):
+            self._begin(order)
 
     def _problem_of(self, message: Reserve) -> str:
         known = {token.model_id for token in message.tokens}
         for plan in self._plans:
             if plan.group_index >= len(message.spans):
                 return f"Reserve names {len(message.spans)} KV cache groups"
-            if message.spans[plan.group_index].count and plan.model_id not in known:
+            count = message.spans[plan.group_index].count
+            if self._engine.has_reservations and count and plan.model_id not in known:
                 return f"Reserve has no token for cache {plan.model_id}"
+            blocks = _blocks_of(message, plan.group_index)
+            if not self._engine.has_reservations and (len(blocks) != count or NULL_BLOCK in blocks):
+                return f"Reserve does not name {count} blocks of KV cache group {plan.group_index}"
         return ""
 
-    # With the lock
+    def _cancel(self, message: Cancel, reply: Reply) -> None:
+        self._plan.cancel(message.transfer_id, message.reservation)
+        ack = CancelAck(transfer_id=message.transfer_id, reservation=message.reservation)
+        self._carrier.given_up()
+        self._carrier.when_quiet(
+            lambda reservation: reservation.message.reservation == message.reservation,
+            lambda: reply(ack),
+        )
+
+    def _cancel_all(self, message: CancelAll, reply: Reply) -> None:
+        def is_earlier(reservation: Reservation) -> bool:
+            other = reservation.message
+            return (
+                other.cluster_id == message.cluster_id and other.link_number < message.link_number
+            )
+
+        number = max(message.link_number, self._link_numbers.pop(message.cluster_id, 0))
+        self._link_numbers[message.cluster_id] = number
+        if len(self._link_numbers) > MAX_LINK_NUMBERS:
+            del self._link_numbers[next(iter(self._link_numbers))]
+        for reservation in self._plan.lose(is_earlier):
+            reservation.is_over = True
+        self._carrier.given_up()
+        self._carrier.when_quiet(is_earlier, lambda: reply(CancelAck()))
 
     def _begin(self, order: Order) -> None:
-        message = order.reservation.message
         if NULL_BLOCK in order.src_blocks:
             # vLLM keeps what D's window still reads; should it not, silence would be wrong KV.
-            self._tell_failed(order.reservation, "P has dropped a block that is wanted")
+            self.fail(order.reservation, "P has dropped a block that is wanted")
             return
-        tokens = {token.model_id: token.token for token in message.tokens}
-        pieces = [
-            _Piece(order, plan, tokens[plan.model_id])
+        pieces: list[Any] = [
+            self._carrier.make(order, plan)
             for plan in self._plans
             if plan.group_index == order.group_index
         ]
         order.num_left = len(pieces)
-        sender = self._senders.get(message.cluster_id)
-        if sender is None:
-            sender = self._senders[message.cluster_id] = _Sender(message.cluster_id, self)
         for piece in pieces:
             if self._trace is not NO_TRACE:
-                self._trace.event("queued", **_named(piece))
-            sender.add(piece)
+                self._trace.event("queued", **named(piece))
+            self._carrier.add(piece)
 
-    def start(self, piece: _Piece) -> bool:
-        """Start a transfer; False when it is not wanted any more. With the lock."""
-        order = piece.order
-        reservation = order.reservation
-        if reservation.is_over or self._is_closed:
-            return False
-        synchronizer = self._events.synchronizer(piece.plan.model_id, order.generation)
-        try:
-            piece.task = self._engine.start_push(
-                piece.plan,
-                synchronizer,
-                reservation.message.cluster_id,
-                piece.token,
-                order.src_blocks,
-                order.dst_positions,
-            )
-        except TransferError as error:
-            self._tell_failed(reservation, str(error))
-            return False
-        return True
-
-    def _tell_failed(self, reservation: Reservation, reason: str) -> None:
+    def fail(self, reservation: Reservation, reason: str, link_lost: bool = False) -> None:
+        """Nothing more is sent for it, and D is told so."""
         if reservation.is_over:
             return
-        reservation.is_over = True
         message = reservation.message
         self._stats.count_failure("push")
         logger.error(
@@ -238,11 +243,28 @@ class Pusher:
             message.cluster_id,
             reason,
         )
-        reservation.reply(_failed(message, reason))
+        self._end(reservation, _failed(message, reason, link_lost))
 
-    # A sender's thread
+    def lose_link(self, reservation: Reservation, reason: str) -> None:
+        """A call for it has failed: nothing more goes over the link to its D rank."""
+        message = reservation.message
+        if reservation.is_over:
+            # D waits for another word of it, which does not say that its end is to be dropped, too.
+            logger.warning("link to cluster %x dropped: %s", message.cluster_id, reason)
+            reservation.reply(_failed(message, reason, link_lost=True))
+        for lost in self._plan.lose(lambda r: r.message.cluster_id == message.cluster_id):
+            self.fail(lost, reason, link_lost=True)
 
-    def ended(self, piece: _Piece, status: str) -> None:
+    def _end(self, reservation: Reservation, last_word: Message) -> None:
+        reservation.is_over = True
+        self._carrier.given_up()
+        self._carrier.when_quiet(
+            lambda other: other is reservation, lambda: reservation.reply(last_word)
+        )
+
+    # A carrier's thread
+
+    def ended(self, piece: Piece, status: str) -> None:
         """A transfer has ended."""
         order = piece.order
         reservation = order.reservation
@@ -252,7 +274,8 @@ class Pusher:
                 self._plan.cancel(reservation.message.transfer_id, reservation.message.reservation)
                 return
             if status != "LLM_SUCCESS":
-                self._tell_failed(reservation, f"transfer_cache_async ended with {status}")
+                reason = f"transfer_cache_async ended with {status}"
+                self.fail(reservation, reason, link_lost=status.startswith(_LINK_LOST))
                 return
             reservation.num_bytes += piece.num_bytes
             order.num_left -= 1
@@ -263,7 +286,7 @@ class Pusher:
                 return
             reservation.is_over = True
             message = reservation.message
-            self._trace.event("done", **_names_of(reservation))
+            self._trace.event("done", **names_of(reservation))
             reservation.reply(
                 Done(
                     transfer_id=message.transfer_id,
@@ -275,110 +298,23 @@ class Pusher:
         self._stats.count("sent_bytes", reservation.num_bytes)
         self._stats.observe("push_seconds", self._clock() - reservation.opened_s)
 
-    def record(self, piece: _Piece) -> None:
+    def record(self, piece: Piece) -> None:
         """A transfer has ended; after ``ended``, so that D does not wait for it."""
-        if self._trace is NO_TRACE or piece.task is None:
+        if self._trace is NO_TRACE:
             return
-        names = _named(piece)
-        for layer, started_ns, acknowledged_ns in piece.task.layer_times():
+        names = named(piece)
+        for layer, started_ns, acknowledged_ns in piece.layer_times():
             self._trace.span("sent", started_ns, acknowledged_ns, **names, layer=layer)
 
-    def lock_for_next(self) -> threading.Lock:
-        """Guards a sender's queues."""
-        return self._lock
 
-    def gone(self, cluster_id: int) -> None:
-        """A sender's thread is about to end; with the lock."""
-        del self._senders[cluster_id]
-
-
-def _failed(message: Reserve, reason: str) -> Failed:
-    return Failed(transfer_id=message.transfer_id, reservation=message.reservation, reason=reason)
+def _failed(message: Reserve, reason: str, link_lost: bool = False) -> Failed:
+    return Failed(
+        transfer_id=message.transfer_id,
+        reservation=message.reservation,
+        reason=reason,
+        link_lost=link_lost,
+    )
 
 
-def _end_of(piece: _Piece) -> str:
-    """Wait for a transfer's end. What nobody foresaw fails it, and not the thread for all."""
-    assert piece.task is not None
-    try:
-        return piece.task.wait()
-    except Exception:
-        logger.exception("a push to cluster %x", piece.order.reservation.message.cluster_id)
-        return "an internal error"
-
-
-def _names_of(reservation: Reservation) -> dict[str, Any]:
-    message = reservation.message
-    return {
-        "transfer": message.transfer_id,
-        # Hexadecimal: many readers of JSON turn integers of this size into floats.
-        "reservation": f"{message.reservation:x}",
-        "production": reservation.production,
-    }
-
-
-def _named(piece: _Piece) -> dict[str, Any]:
-    """What a trace says of a piece; ``layer_bytes`` are those of each of its layers."""
-    return {
-        **_names_of(piece.order.reservation),
-        "cache": piece.plan.model_id,
-        "layer_bytes": len(piece.order.src_blocks) * piece.plan.block_len,
-    }
-
-
-class _Sender:
-    """The transfers to one D rank: a bounded number under way, ends awaited in order."""
-
-    def __init__(self, cluster_id: int, pusher: Pusher) -> None:
-        self._cluster_id = cluster_id
-        self._pusher = pusher
-        self._waiting: deque[_Piece] = deque()
-        self._started: deque[_Piece] = deque()
-        self._changed = threading.Condition(pusher.lock_for_next())
-        self._stopping = False
-        self._thread = threading.Thread(
-            target=self._run, name=f"llmdd-push-{cluster_id:x}", daemon=True
-        )
-        self._thread.start()
-
-    def __len__(self) -> int:
-        return len(self._waiting) + len(self._started)
-
-    def add(self, piece: _Piece) -> None:
-        """Start it now or when others have ended; with the lock."""
-        self._waiting.append(piece)
-        self._start_some()
-        self._changed.notify()
-
-    def stop(self) -> None:
-        """End the thread once the engine has ended what is under way."""
-        with self._changed:
-            self._stopping = True
-            self._changed.notify()
-
-    def _start_some(self) -> None:
-        while self._waiting and len(self._started) < MAX_STARTED:
-            piece = self._waiting.popleft()
-            if self._pusher.start(piece):
-                self._started.append(piece)
-
-    def _run(self) -> None:
-        while True:
-            piece = self._next()
-            if piece is None:
-                return
-            self._pusher.ended(piece, _end_of(piece))
-            self._pusher.record(piece)
-            with self._changed:
-                self._started.popleft()
-                self._start_some()
-
-    def _next(self) -> _Piece | None:
-        """The oldest transfer under way; None when the thread is to end."""
-        with self._changed:
-            while not self._started:
-                if self._stopping or not self._changed.wait(IDLE_S):
-                    if self._started:
-                        continue
-                    self._pusher.gone(self._cluster_id)
-                    return None
-            return self._started[0]
+def _blocks_of(message: Reserve, group_index: int) -> tuple[int, ...]:
+    return message.blocks[group_index] if group_index < len(message.blocks) else ()

@@ -133,16 +133,26 @@ class PushPlan:
 
     def cancel(self, transfer_id: str, reservation: int) -> None:
         """D wants nothing more of a reservation."""
-        parked = self._parked.get(transfer_id, {})
-        parked.pop(reservation, None)
-        if not parked:
-            self._parked.pop(transfer_id, None)
+        self._forget_parked(transfer_id, reservation)
         prefill = self._by_transfer.get(transfer_id)
         if prefill is not None:
             # Kept as over: a Reserve that was overtaken must not open it again.
             known = prefill.reservations.get(reservation)
             if known is not None:
                 known.is_over = True
+
+    def lose(self, is_lost: Callable[[Reservation], bool]) -> list[Reservation]:
+        """Returns the lost reservations that are not over; parked ones are forgotten."""
+        parked = [r for known in self._parked.values() for r in known.values()]
+        begun = [r for prefill in self._by_transfer.values() for r in prefill.reservations.values()]
+        lost = [
+            reservation
+            for reservation in (*parked, *begun)
+            if is_lost(reservation) and not reservation.is_over
+        ]
+        for reservation in lost:
+            self._forget_parked(reservation.message.transfer_id, reservation.message.reservation)
+        return lost
 
     def void(self, production: int) -> list[Reservation]:
         """P has given a production up. Returns the reservations that get nothing of it."""
@@ -199,6 +209,12 @@ class PushPlan:
         parked = self._parked.setdefault(transfer_id, {})
         if len(parked) < MAX_PER_TRANSFER:
             parked.setdefault(reservation.message.reservation, reservation)
+
+    def _forget_parked(self, transfer_id: str, reservation: int) -> None:
+        parked = self._parked.get(transfer_id, {})
+        parked.pop(reservation, None)
+        if not parked:
+            self._parked.pop(transfer_id, None)
 
     def _attach(self, prefill: _Prefill, reservation: Reservation) -> list[Order]:
         prefill.reservations[reservation.message.reservation] = reservation

@@ -2,6 +2,10 @@
 
 A reservation is opened in the engine before P can name it, and closed before the request is
 reported, so nothing that P still has under way changes a block that vLLM may use again.
+
+An engine without reservations lets P write the blocks directly. There P names what it will write
+no more: a request is reported after P's last word about it, which each of ``Done``, ``Void``,
+``Failed`` and ``CancelAck`` is, or after the link has been dropped by force.
 """
 
 import math
@@ -16,6 +20,7 @@ from vllm_llmdd_connector.control.messages import (
     BlockSpan,
     CacheToken,
     Cancel,
+    CancelAck,
     Done,
     Failed,
     Reserve,
@@ -31,8 +36,18 @@ class ReserveEngine(Protocol):
 
     cluster_id: int
 
+    @property
+    def has_reservations(self) -> bool: ...
     def open_reservation(self, plan: CachePlan, blocks: list[int]) -> int: ...
     def close_reservation(self, token: int) -> None: ...
+
+
+class Link(Protocol):
+    """What a ``Receiver`` needs of the link; ``PeerLink`` has it."""
+
+    number: int
+
+    def drop(self) -> None: ...
 
 
 @dataclass(slots=True)
@@ -41,6 +56,7 @@ class Receive:
 
     job: ReceiveJob
     deadline_s: float
+    """Of the last block; once the request is given up, of P's answer to that."""
     on_done: Callable[[int], None]
     """Told P's production: every block is there, and no push can change one any more."""
     on_failed: Callable[[str], None]
@@ -48,19 +64,32 @@ class Receive:
     on_reserved: Callable[[int], None] = lambda reservation: None
     """Told each reservation of the request before P can know it."""
     reservation: int = 0
+    link_number: int = 0
+    """Of the link over which it was reserved."""
     tokens: dict[int, int] = field(default_factory=dict)
     """The engine's, by cache."""
+    given_up: str = ""
+    """The reason, while P's answer is awaited."""
 
 
 class Receiver:
     """All reservations of one D rank for one P rank; on the peer's thread."""
 
     def __init__(
-        self, engine: ReserveEngine, plans: Sequence[CachePlan], peer_cluster_id: int
+        self,
+        engine: ReserveEngine,
+        plans: Sequence[CachePlan],
+        peer_cluster_id: int,
+        cancel_timeout_s: float,
+        link: Link,
     ) -> None:
+        """``cancel_timeout_s`` bounds the wait for P's word that it has stopped; ``link`` is
+        dropped when P has found it broken, before anything is reported."""
         self._engine = engine
         self._plans = list(plans)
         self._peer = peer_cluster_id
+        self._cancel_timeout_s = cancel_timeout_s
+        self._link = link
         self._by_request: dict[str, Receive] = {}
         self._by_reservation: dict[int, Receive] = {}
 
@@ -72,14 +101,21 @@ class Receiver:
         self._by_request[receive.job.request_id] = receive
         self._reserve(receive, dialer)
 
-    def on_message(self, message: AnyMessage, dialer: Dialer) -> None:
+    def on_message(self, message: AnyMessage, dialer: Dialer, now_s: float) -> None:
         """An answer of P's worker. One of an earlier reservation says nothing."""
-        if not isinstance(message, Done | Void | Failed):
+        if not isinstance(message, Done | Void | Failed | CancelAck):
             return
         receive = self._by_reservation.get(message.reservation)
         if receive is None or receive.job.transfer_id != message.transfer_id:
             return
+        lost = message if isinstance(message, Failed) and message.link_lost else None
+        if receive.link_number != self._link.number:
+            lost = None  # the next link is made already, and carries what P has not begun
+        if lost is not None:
+            self._link.drop()
         match message:
+            case _ if receive.given_up:
+                self._fail(receive, receive.given_up)
             case Done():
                 self._end(receive)
                 receive.on_done(message.production)
@@ -88,51 +124,68 @@ class Receiver:
                 self._reserve(receive, dialer)
             case Failed():
                 self._fail(receive, message.reason)
+        if lost is not None:
+            self.give_up_all(lost.reason, dialer, now_s)
 
-    def give_up(self, request_id: str, reason: str, dialer: Dialer | None) -> None:
-        """The request's blocks are not wanted any more."""
+    def give_up(self, request_id: str, reason: str, dialer: Dialer | None, now_s: float) -> None:
+        """The request's blocks are not wanted any more.
+
+        Without a ``dialer`` P cannot be told: the link has been dropped.
+        """
         receive = self._by_request.get(request_id)
         if receive is None:
             return
-        reservation = receive.reservation
-        self._fail(receive, reason)
-        if dialer is not None:
-            cancel = Cancel(
-                to_cluster=self._peer,
-                transfer_id=receive.job.transfer_id,
-                reservation=reservation,
-            )
-            dialer.send([cancel])
+        if dialer is None:
+            self._fail(receive, receive.given_up or reason)
+            return
+        if receive.given_up:
+            return
+        cancel = Cancel(
+            to_cluster=self._peer,
+            transfer_id=receive.job.transfer_id,
+            reservation=receive.reservation,
+        )
+        if self._engine.has_reservations:
+            self._fail(receive, reason)
+        else:
+            receive.given_up = reason
+            receive.deadline_s = now_s + self._cancel_timeout_s
+        dialer.send([cancel])
 
-    def check(self, dialer: Dialer | None, now_s: float) -> None:
-        """End what is too late."""
+    def give_up_all(self, reason: str, dialer: Dialer | None, now_s: float) -> None:
+        """As ``give_up``, every request."""
+        for request_id in list(self._by_request):
+            self.give_up(request_id, reason, dialer, now_s)
+
+    def check(self, dialer: Dialer | None, now_s: float) -> str:
+        """End what is too late. Returns why the peer counts as lost, if it does: P may still write
+        the blocks of a request that was given up, so the link has to be dropped."""
         for request_id, receive in list(self._by_request.items()):
-            if now_s >= receive.deadline_s:
-                self.give_up(
-                    request_id,
-                    f"P did not send all blocks within {receive.job.timeout_s:.0f} s",
-                    dialer,
+            if now_s < receive.deadline_s:
+                continue
+            if receive.given_up:
+                return (
+                    f"P did not confirm within {self._cancel_timeout_s:.0f} s that it has stopped"
                 )
+            reason = f"P did not send all blocks within {receive.job.timeout_s:.0f} s"
+            self.give_up(request_id, reason, dialer, now_s)
+        return ""
 
     def next_event_s(self) -> float:
         """When ``check`` has something to do."""
         return min((r.deadline_s for r in self._by_request.values()), default=math.inf)
 
-    def close(self, reason: str) -> None:
-        """The peer is lost: nothing more will come."""
-        for request_id in list(self._by_request):
-            self.give_up(request_id, reason, None)
+    def close(self, reason: str, now_s: float) -> None:
+        """The peer is lost and the link dropped: nothing more will come."""
+        self.give_up_all(reason, None, now_s)
 
     def _reserve(self, receive: Receive, dialer: Dialer) -> None:
         job = receive.job
         receive.reservation = secrets.randbits(62) | 1
+        receive.link_number = self._link.number
         self._by_reservation[receive.reservation] = receive
         try:
-            for plan in self._plans:
-                blocks = job.groups[plan.group_index].dst_blocks
-                if blocks:
-                    token = self._engine.open_reservation(plan, blocks)
-                    receive.tokens[plan.model_id] = token
+            self._open(receive)
         except TransferError as error:
             self._fail(receive, str(error))
             return
@@ -150,8 +203,22 @@ class Receiver:
                 CacheToken(model_id=model_id, token=token)
                 for model_id, token in receive.tokens.items()
             ),
+            link_number=self._link.number,
+            blocks=(
+                ()
+                if self._engine.has_reservations
+                else tuple(tuple(group.dst_blocks) for group in job.groups)
+            ),
         )
         dialer.send([reserve])
+
+    def _open(self, receive: Receive) -> None:
+        if not self._engine.has_reservations:
+            return
+        for plan in self._plans:
+            blocks = receive.job.groups[plan.group_index].dst_blocks
+            if blocks:
+                receive.tokens[plan.model_id] = self._engine.open_reservation(plan, blocks)
 
     def _close(self, receive: Receive) -> None:
         for token in receive.tokens.values():

@@ -11,9 +11,7 @@ from enum import Enum
 
 from vllm_llmdd_connector.control.channel import Dialer
 from vllm_llmdd_connector.control.messages import Release, ReleaseAck
-
-RESEND_S = 1.0
-"""A release without an answer is sent again after this long; P answers each the same."""
+from vllm_llmdd_connector.deadlines import RESEND_S
 
 
 class Answer(Enum):

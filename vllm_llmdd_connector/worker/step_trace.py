@@ -33,7 +33,7 @@ class StepTrace:
         self._step = 0
         self._is_running = False
         self._begin_ns = 0
-        self._layers: list[tuple[str, int]] = []
+        self._layers: dict[str, int] = {}
         self._chunks: list[PrefillChunk] = []
 
     def begin(self, chunks: Sequence[PrefillChunk]) -> None:
@@ -43,13 +43,14 @@ class StepTrace:
         self._step += 1
         self._is_running = True
         self._chunks = list(chunks)
-        self._layers = []
+        self._layers = {}
         self._begin_ns = time.monotonic_ns()
 
     def layer_computed(self, layer_name: str) -> None:
-        """Before anything may send the layer, so that nothing is sent before it is computed."""
+        """Before anything may send the layer, so that nothing is sent before it is computed. The
+        first hook that reports a layer counts."""
         if self._is_running:
-            self._layers.append((layer_name, time.monotonic_ns()))
+            self._layers.setdefault(layer_name, time.monotonic_ns())
 
     def end(self) -> None:
         """The forward has ended, and with it every layer that no hook reported."""
@@ -68,6 +69,6 @@ class StepTrace:
         self._trace.span(
             "step", self._begin_ns, time.monotonic_ns(), step=self._step, chunks=chunks
         )
-        for layer, at_ns in self._layers:
+        for layer, at_ns in self._layers.items():
             self._trace.event("computed", at_ns, step=self._step, layer=layer)
-        self._layers = []
+        self._layers = {}

@@ -13,7 +13,9 @@ import zmq
 
 from vllm_llmdd_connector.config import ConnectorConfig
 from vllm_llmdd_connector.control.channel import Server
+from vllm_llmdd_connector.control.keys import load_key_set
 from vllm_llmdd_connector.control.messages import WorkerEndpoint
+from vllm_llmdd_connector.errors import ConfigError
 from vllm_llmdd_connector.ids import cluster_id, new_instance
 from vllm_llmdd_connector.layout.groups import Group, transfer_groups
 from vllm_llmdd_connector.layout.kv_layout import CachePlan, group_geometry, plan_caches
@@ -31,7 +33,8 @@ from vllm_llmdd_connector.worker.backend import Fence, choose_backend
 from vllm_llmdd_connector.worker.completion import Completions, Drained
 from vllm_llmdd_connector.worker.digest import DigestLog
 from vllm_llmdd_connector.worker.engine import DataDistEngine
-from vllm_llmdd_connector.worker.peer import PeerContext, PeerThread
+from vllm_llmdd_connector.worker.peer import PeerThread
+from vllm_llmdd_connector.worker.peer_link import PeerContext
 from vllm_llmdd_connector.worker.push import Pusher
 from vllm_llmdd_connector.worker.step_trace import StepTrace, cache_facts
 
@@ -66,6 +69,7 @@ class WorkerConnector:
         self._digests = (
             DigestLog(config.kv_digest, self._role, tp_rank) if config.kv_digest else None
         )
+        self._keys = load_key_set(config.keys_dir)
         self._zmq_context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._peers: dict[int, PeerThread] = {}
         self._peers_lock = threading.Lock()
@@ -86,8 +90,15 @@ class WorkerConnector:
 
         Raises:
             ConfigError: the engine cannot move a tensor's memory or does not start, a tensor is not
-            made of blocks, or a port is taken.
+            made of blocks, or a port is taken. Nothing stays open then.
         """
+        try:
+            self._register(kv_caches)
+        except ConfigError:
+            self.shutdown()
+            raise
+
+    def _register(self, kv_caches: dict[str, Any]) -> None:
         backend = choose_backend(self._config, kv_caches)
         self._plans = plan_caches(
             [group.layers for group in self._groups], kv_caches, self._num_blocks
@@ -120,6 +131,7 @@ class WorkerConnector:
             zmq_context=self._zmq_context,
             tp_rank=self._tp_rank,
             trace=self._trace,
+            keys=self._keys,
         )
         self._log_registration(own_cluster)
 
@@ -243,6 +255,7 @@ class WorkerConnector:
             self._config.host,
             0,
             lambda: self._stats.count("junk_messages"),
+            self._keys,
         )
         self._server.start(self._pusher.handle)
 
