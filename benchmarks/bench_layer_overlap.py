@@ -50,7 +50,8 @@ from vllm_llmdd_connector.trace.recorder import NO_TRACE, Recorder, open_trace
 from vllm_llmdd_connector.worker.backend import HostBackend
 from vllm_llmdd_connector.worker.completion import Completions
 from vllm_llmdd_connector.worker.engine import DataDistEngine
-from vllm_llmdd_connector.worker.peer import PeerContext, PeerThread
+from vllm_llmdd_connector.worker.peer import PeerThread
+from vllm_llmdd_connector.worker.peer_link import PeerContext
 from vllm_llmdd_connector.worker.push import Pusher
 from vllm_llmdd_connector.worker.step_trace import StepTrace, cache_facts
 
