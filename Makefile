@@ -13,9 +13,12 @@ PYTHON_SOURCES := vllm_llmdd_connector examples tests benchmarks tools
 NATIVE_SOURCES = $(shell find csrc tests/native -name '*.cpp' -o -name '*.h' 2>/dev/null)
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
+CHAOS_REQUESTS ?= 20000
+CHAOS_SEED ?= 1
 FUZZ_SECONDS ?= 300
+SOAK_MINUTES ?= 30
 
-.PHONY: help setup setup-tests demo test test-fast test-slow lint format asan tsan fuzz cycles bench clean distclean
+.PHONY: help setup setup-tests demo test test-fast test-slow lint format asan tsan fuzz chaos cycles chaos-engine chaos-servers soak bench clean distclean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -30,10 +33,10 @@ demo: ## two vLLM servers and a proxy on this machine, checked prompt by prompt 
 	@$(SETUP) env project model
 	@$(BIN)/python examples/disaggregated_prefill/demo.py $(DEMO_ARGS)
 
-test: setup-tests ## the tests, real servers included (25 min)
+test: setup-tests ## the tests, real servers included (28 min)
 	@$(BIN)/python -m pytest tests -m "not slow" $(PYTEST_ARGS)
 
-test-slow: setup-tests ## faults of real servers while P pushes, and decode first (10 min)
+test-slow: setup-tests ## faults of real servers while P pushes, decode first, and servers that stop (13 min)
 	@$(BIN)/python -m pytest tests/e2e -m slow $(PYTEST_ARGS)
 
 test-fast: setup-tests ## every test that starts no vLLM server (10 min)
@@ -45,7 +48,7 @@ lint: ## ruff, mypy --strict, clang-format, all read-only
 	$(BIN)/ruff format --check $(PYTHON_SOURCES)
 	$(BIN)/mypy
 	MYPYPATH=examples/disaggregated_prefill $(BIN)/mypy examples/disaggregated_prefill/*.py
-	MYPYPATH=tools $(BIN)/mypy tools/setup_env.py
+	MYPYPATH=tools $(BIN)/mypy tools/setup_env.py tools/state_tables.py
 	@if [ -n "$(NATIVE_SOURCES)" ]; then \
 	  echo "clang-format --dry-run -Werror csrc tests/native"; \
 	  $(BIN)/clang-format --dry-run -Werror $(NATIVE_SOURCES); fi
@@ -64,21 +67,38 @@ tsan: ## threads of the engine against each other under ThreadSanitizer (2 min)
 	@$(SETUP) env project
 	@$(BIN)/python tests/native/run_races.py
 
-fuzz: ## new random inputs for FUZZ_SECONDS: mutated messages under ASan, calls against a model (5 min)
+fuzz: ## new random inputs for FUZZ_SECONDS: mutated messages under ASan, calls and events against models (5 min)
 	@$(SETUP) env project
 	@$(BIN)/python tests/native/run_fuzz.py $(FUZZ_SECONDS)
 
-cycles: ## 10,000 times allocate, link, pull, unlink, free: nothing may be left (1 min)
+chaos: ## CHAOS_REQUESTS from CHAOS_SEED through simulated P's and D's that are killed, cut off, ... (8 min)
+	@$(SETUP) env project
+	@$(BIN)/python tests/chaos/run.py --requests $(CHAOS_REQUESTS) --seed $(CHAOS_SEED)
+
+cycles: ## 10,000 times allocate, link, pull, unlink, free, in both generations: nothing may be left (2 min)
 	@$(SETUP) env project
 	@LLMDD_CYCLES=10000 $(BIN)/python -m pytest -q --timeout 1800 tests/contract/test_cycles.py
 
-bench: ## the benchmarks: JSON lines on stdout, tables on stderr (10 min)
-	@$(SETUP) env project bench >&2
+chaos-engine: ## engine and control plane under kills, stops, lost messages and aborts, without vLLM's engine (3 min)
+	@$(SETUP) env project
+	@$(BIN)/python tests/stress/chaos_engine.py
+
+chaos-servers: ## real servers killed, stopped and restarted under load: right answers or clean errors (7 min)
+	@$(SETUP) env project model
+	@$(BIN)/python tests/stress/chaos_servers.py
+
+soak: ## real servers under load for SOAK_MINUTES: nothing may grow (30 min); a plot in .cache/soak.png
+	@$(SETUP) env project model
+	@$(BIN)/python tests/stress/soak.py --minutes $(SOAK_MINUTES) --plot .cache/soak.png
+
+bench: ## the benchmarks: JSON lines on stdout, tables on stderr (30 min)
+	@$(SETUP) env project model bench >&2
 	@$(BIN)/python benchmarks/bench_transfer.py
 	@$(BIN)/python benchmarks/bench_steps.py
 	@$(BIN)/python benchmarks/bench_datadist.py
 	@$(BIN)/python benchmarks/bench_layer_overlap.py
 	@$(BIN)/python benchmarks/bench_layer_overlap.py --compute hold
+	@$(BIN)/python benchmarks/bench_servers.py
 
 clean: ## remove build products and caches of tools; keeps .venv and .cache
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
