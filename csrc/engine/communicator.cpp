@@ -107,8 +107,7 @@ bool Communicator::try_dial(uint64_t cluster_id, const std::string& path) {
     if (!connection) return false;
     Greeted greeted = greet_over(context_.identity, context_.prober, cluster_id,
                                  std::move(connection), limit(), [&] { reservation.confirm(); });
-    auto link = std::make_shared<Link>(cluster_id, std::move(greeted.socket),
-                                       std::move(greeted.process), context_.handler);
+    auto link = std::make_shared<Link>(std::move(greeted), context_.handler);
     link->hold();
     reservation.commit(link);
     link->start();
@@ -156,8 +155,7 @@ void Communicator::file(Greeted greeted) {
     throw Error(Status::kParamInvalid, "cluster " + std::to_string(greeted.cluster_id) +
                                            " is not awaited by " + describe());
   }
-  auto link = std::make_shared<Link>(greeted.cluster_id, std::move(greeted.socket),
-                                     std::move(greeted.process), context_.handler,
+  auto link = std::make_shared<Link>(std::move(greeted), context_.handler,
                                      encode_frame(MessageType::kVerdict, 0, Outcome{}.encode()));
   link->hold();
   context_.links.accept(link);

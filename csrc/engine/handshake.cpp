@@ -151,7 +151,8 @@ Greeted greet_listener_checked(const Identity& self, const Prober& prober, uint6
     prober.probe(process.pid, peer.nonce_addr, peer.nonce);
     exchange_verdict(socket.get(), limit, confirm);
   });
-  return {cluster_id, std::move(socket), std::move(process)};
+  auto memory = std::make_unique<ProcessMemory>(process.pid);
+  return {cluster_id, std::move(socket), std::move(process), std::move(memory)};
 }
 
 // Waits for the dialling side on the Unix socket, and for its reason on TCP if it gives up.
@@ -254,7 +255,9 @@ void greet_dialer(const Identity& self, const Prober& prober, UniqueFd tcp, int 
     or_reject(socket.get(), limit, [&] {
       prober.probe(visitor.process.pid, visitor.introduce.nonce_addr, visitor.introduce.nonce);
       expect(socket.get(), MessageType::kVerdict, limit);
-      actions.file({hello.cluster_id, std::move(visitor.socket), std::move(visitor.process)});
+      auto memory = std::make_unique<ProcessMemory>(visitor.process.pid);
+      actions.file({hello.cluster_id, std::move(visitor.socket), std::move(visitor.process),
+                    std::move(memory)});
     });
   });
 }

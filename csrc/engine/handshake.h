@@ -17,12 +17,14 @@
 #pragma once
 
 #include <functional>
+#include <memory>
 #include <optional>
 #include <string>
 
 #include "common/random.h"
 #include "common/socket_io.h"
 #include "engine/messages.h"
+#include "engine/peer_memory.h"
 #include "engine/peer_process.h"
 #include "engine/prober.h"
 
@@ -43,6 +45,7 @@ struct Greeted {
   uint64_t cluster_id = 0;
   UniqueFd socket;
   PeerProcess process;
+  std::unique_ptr<PeerMemory> memory;
 };
 
 struct DialTarget {

@@ -199,8 +199,7 @@ void HostEngine::greet(UniqueFd tcp, int stop_fd, std::atomic<bool>& heard) {
 
 void HostEngine::file(Greeted greeted) {
   links_.reap();
-  auto link = std::make_shared<Link>(greeted.cluster_id, std::move(greeted.socket),
-                                     std::move(greeted.process), service_,
+  auto link = std::make_shared<Link>(std::move(greeted), service_,
                                      encode_frame(MessageType::kVerdict, 0, Outcome{}.encode()));
   links_.accept(link);
   link->start();
@@ -214,8 +213,7 @@ void HostEngine::dial_checked(const DialTarget& target, const WaitLimit& limit) 
   LinkReservation reservation(links_, target.cluster_id);
   Greeted greeted =
       greet_listener(identity_, prober_, target, limit, [&reservation] { reservation.confirm(); });
-  auto link = std::make_shared<Link>(greeted.cluster_id, std::move(greeted.socket),
-                                     std::move(greeted.process), service_);
+  auto link = std::make_shared<Link>(std::move(greeted), service_);
   reservation.commit(link);
   link->start();
 }

@@ -62,11 +62,11 @@ bool would_block(int error) { return error == EAGAIN || error == EWOULDBLOCK || 
 
 }  // namespace
 
-Link::Link(uint64_t cluster_id, UniqueFd socket, PeerProcess peer, RequestHandler& handler,
-           Bytes first_message)
-    : cluster_id_(cluster_id),
-      socket_(std::move(socket)),
-      peer_(std::move(peer)),
+Link::Link(Greeted peer, RequestHandler& handler, Bytes first_message)
+    : cluster_id_(peer.cluster_id),
+      socket_(std::move(peer.socket)),
+      peer_(std::move(peer.process)),
+      memory_(std::move(peer.memory)),
       handler_(handler),
       outgoing_(std::move(first_message)) {}
 

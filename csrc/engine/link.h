@@ -25,7 +25,7 @@
 #include "common/signal_fd.h"
 #include "common/status.h"
 #include "common/unique_fd.h"
-#include "engine/peer_process.h"
+#include "engine/handshake.h"
 #include "engine/wire.h"
 
 namespace llmdd {
@@ -55,14 +55,13 @@ class Link {
   };
 
   // `first_message` goes out before anything else, whoever sends first.
-  Link(uint64_t cluster_id, UniqueFd socket, PeerProcess peer, RequestHandler& handler,
-       Bytes first_message = {});
+  Link(Greeted peer, RequestHandler& handler, Bytes first_message = {});
   ~Link();
   Link(const Link&) = delete;
   Link& operator=(const Link&) = delete;
 
   uint64_t cluster_id() const { return cluster_id_; }
-  pid_t peer_pid() const { return peer_.pid; }
+  PeerMemory& peer_memory() const { return *memory_; }
   bool peer_ended() const { return peer_.ended(); }
 
   void start();
@@ -120,6 +119,7 @@ class Link {
   const uint64_t cluster_id_;
   const UniqueFd socket_;
   const PeerProcess peer_;
+  const std::unique_ptr<PeerMemory> memory_;
   RequestHandler& handler_;
   const SignalFd wake_;
   std::mutex thread_mutex_;  // a link may be unlinked before its thread has started

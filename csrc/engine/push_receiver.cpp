@@ -175,7 +175,7 @@ void PushReceiver::run(Link& link, const Push& push, const Reservation* reservat
   Deadline deadline = Deadline::after_ms(std::min(push.timeout_ms, kMaxPushMs));
   std::vector<CacheUse> uses;
   for (const auto& cache : planned.caches) uses.push_back(caches_.use(cache));
-  copy_from_process(link.peer_pid(), planned.copy, [&] {
+  link.peer_memory().copy(planned.copy, [&] {
     // A source that has given up has closed its end and may reuse its memory.
     link.check();
     for (const CacheUse& use : uses) use.check_open();

@@ -101,7 +101,7 @@ CopyPlan Transfers::plan(const Resolved& remote, const CacheLayout& local, const
 void Transfers::copy(Link& link, std::shared_ptr<Cache> cache, const CopyPlan& plan,
                      const Deadline& deadline) const {
   CacheUse use = caches_.use(std::move(cache));
-  copy_from_process(link.peer_pid(), plan, [&] {
+  link.peer_memory().copy(plan, [&] {
     link.check();
     use.check_open();
     if (!deadline.passed()) return;

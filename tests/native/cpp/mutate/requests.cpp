@@ -146,14 +146,19 @@ std::string describe(const Frame& answer) {
   return Outcome::decode(answer.payload).text;
 }
 
+Greeted own_process_over(UniqueFd socket) {
+  PeerProcess process = identify_peer(socket.get());
+  auto memory = std::make_unique<ProcessMemory>(process.pid);
+  return {2, std::move(socket), std::move(process), std::move(memory)};
+}
+
 }  // namespace
 
 std::string try_request(Random& random) {
   Victim victim(random.one_in(2));
   SocketPair pair;
-  PeerProcess process = identify_peer(pair.ours.get());
   // Never started: the requests are handled here, one by one.
-  Link link(2, std::move(pair.ours), std::move(process), victim.service);
+  Link link(own_process_over(std::move(pair.ours)), victim.service);
   std::string outcome;
   for (uint64_t count = random.between(1, 3); count > 0; --count) {
     Frame request = random_request(victim, random);
@@ -176,8 +181,7 @@ std::string try_request(Random& random) {
 std::string try_stream(Random& random) {
   Victim victim(random.one_in(2));
   SocketPair pair;
-  PeerProcess process = identify_peer(pair.ours.get());
-  Link link(2, std::move(pair.ours), std::move(process), victim.service);
+  Link link(own_process_over(std::move(pair.ours)), victim.service);
   link.start();
   Bytes stream;
   for (uint64_t frames = random.between(1, 4); frames > 0; --frames) {
