@@ -28,6 +28,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
+from queue import SimpleQueue
 
 import zmq
 from report import Report, quantiles
@@ -226,6 +227,26 @@ def peer(shape: Shape, trace_dir: str = "") -> Iterator[tuple[Connection, tuple[
             process.wait()
 
 
+class TimedCompletions(Completions):
+    """Results with the time at which they were reported."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._ended: SimpleQueue[tuple[float, str]] = SimpleQueue()
+
+    def succeed(self, request_id: str) -> None:
+        super().succeed(request_id)
+        self._ended.put((time.monotonic(), "received"))
+
+    def fail(self, request_id: str, reason: str) -> None:
+        super().fail(request_id, reason)
+        self._ended.put((time.monotonic(), reason))
+
+    def wait(self) -> tuple[float, str]:
+        """The next result: when it was reported, and ``received`` or why it failed."""
+        return self._ended.get()
+
+
 class Decoder:
     """D: the thread that deals with P, and the wait for its reports."""
 
@@ -236,7 +257,7 @@ class Decoder:
         self._endpoint = WorkerEndpoint(
             cluster_id=P_CLUSTER, host=HOST, engine_port=engine_port, control_port=worker_port
         )
-        self._completions = Completions()
+        self._completions = TimedCompletions()
         self._zmq: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         context = PeerContext(
             self._side.config,
@@ -264,16 +285,14 @@ class Decoder:
 
     def wait_end(self) -> str:
         """Wait for the request's report: ``received``, or why it failed."""
-        while (drained := self._completions.drain()) is None:
-            time.sleep(0.0001)
-        return next(iter(drained.failed.values()), "received")
+        return self._completions.wait()[1]
 
     def wait(self) -> float:
         """When the request was reported."""
-        end = self.wait_end()
+        ended_s, end = self._completions.wait()
         if end != "received":
             raise SystemExit(f"a transfer failed: {end}")
-        return time.monotonic()
+        return ended_s
 
     def keep_reservations(self) -> None:
         """Break what protects D's blocks, to show that a test would notice."""

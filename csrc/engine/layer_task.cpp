@@ -156,7 +156,9 @@ bool LayerTask::finish_oldest() {
 
 void LayerTask::finish(const UnderWay& push) {
   Sending sending(*this);
-  transfers_.finish_push(push.pushing);
+  // Somebody waits for the last layer's arrival, and nothing is left to do meanwhile.
+  bool is_last = push.layer + 1 == request_.num_layers && under_way_.empty();
+  transfers_.finish_push(push.pushing, is_last);
   int64_t now_ns = monotonic_ns();
   std::lock_guard lock(mutex_);
   layer_times_.push_back({push.index, push.layer, push.started_ns, now_ns});

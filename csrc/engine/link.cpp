@@ -19,6 +19,8 @@ namespace {
 constexpr size_t kReceiveBytes = 64 << 10;
 // About two wake-ups of a thread whose processor has gone idle, which is what a short call saves.
 constexpr std::chrono::microseconds kLookTime{50};
+// The peer's thread has to wake up and copy first.
+constexpr std::chrono::microseconds kLongLookTime{250};
 // A peer that sends requests and reads no replies must not fill this process's memory.
 constexpr size_t kMaxOutgoing = 2 * size_t{kMaxPayload};
 
@@ -140,8 +142,12 @@ void Link::forget(const std::string& reason) {
 
 Frame Link::call(MessageType request, const Bytes& payload, const Deadline& deadline) {
   Sent sent = start(request, payload);
-  if (looking_pays()) look_for_reply(*sent.pending);
+  if (looking_pays()) look_for_reply(*sent.pending, kLookTime);
   return finish(sent, deadline);
+}
+
+void Link::look(const Sent& sent) {
+  if (looking_pays()) look_for_reply(*sent.pending, kLongLookTime);
 }
 
 Link::Sent Link::start(MessageType request, const Bytes& payload) {
@@ -323,8 +329,8 @@ void Link::receive_replies() {
   if (!breach.empty()) fail(breach);  // which logs: without a mutex
 }
 
-void Link::look_for_reply(const Pending& pending) {
-  Clock::time_point end = Clock::now() + kLookTime;
+void Link::look_for_reply(const Pending& pending, std::chrono::microseconds how_long) {
+  Clock::time_point end = Clock::now() + how_long;
   do {
     receive_replies();
     std::lock_guard lock(mutex_);

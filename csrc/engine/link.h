@@ -12,6 +12,7 @@
 #include <sys/types.h>
 
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <cstdint>
 #include <map>
@@ -80,6 +81,9 @@ class Link {
   // they were sent.
   Sent start(MessageType request, const Bytes& payload);
   Frame finish(const Sent& sent, const Deadline& deadline);
+  // Looks a while for the reply before the caller sleeps in `finish`; for one that is worth a
+  // processor meanwhile.
+  void look(const Sent& sent);
   void reply(MessageType type, uint64_t call_id, const Bytes& payload);
 
   // Throws Error(kFailed) with the reason unless the link is LINKED and the peer holds its end.
@@ -104,7 +108,7 @@ class Link {
   std::optional<Frame> take_frame();
   bool reply_is_next() const;
   void receive_replies();
-  void look_for_reply(const Pending& pending);
+  void look_for_reply(const Pending& pending, std::chrono::microseconds how_long);
   void look_for_request();
   void dispatch(Frame frame);
   void deliver(Frame frame);

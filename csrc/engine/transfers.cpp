@@ -223,8 +223,9 @@ Transfers::Pushing Transfers::start_push(const PushTarget& dst, std::shared_ptr<
   return {std::move(link), std::move(source), std::move(sent)};
 }
 
-void Transfers::finish_push(const Pushing& pushing) const {
+void Transfers::finish_push(const Pushing& pushing, bool looks) const {
   try {
+    if (looks) pushing.link->look(pushing.sent);
     pushing.link->finish(pushing.sent, deadline());
   } catch (const Error& error) {
     // Also when the peer was the first to notice.

@@ -90,8 +90,9 @@ class Transfers {
   };
   Pushing start_push(const PushTarget& dst, std::shared_ptr<Cache> source, const Layers& layers,
                      const PushSource& from) const;
-  // Returns when the peer has copied. sync_kv_timeout begins now.
-  void finish_push(const Pushing& pushing) const;
+  // Returns when the peer has copied. sync_kv_timeout begins now. A caller that has nothing else to
+  // send may have the answer looked for.
+  void finish_push(const Pushing& pushing, bool looks = false) const;
 
  private:
   std::shared_ptr<Cache> destination(const Remote& src, int64_t cache_id,

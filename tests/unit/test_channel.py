@@ -6,6 +6,8 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -119,6 +121,32 @@ class TestAnswers:
         wait_for(lambda: kept, "the message")
         kept[0](make_gone(7))
         assert next_message(dialer) == make_gone(7)
+        served.server.close()
+
+    def test_no_message_is_overlooked_while_another_thread_answers(
+        self, dial: Callable[[int], Dialer]
+    ) -> None:
+        """Sending takes in the news of arrived messages, for which the server's thread sleeps."""
+        heard: SimpleQueue[Reply] = SimpleQueue()
+        served = Served(lambda message, reply: heard.put(reply))
+        asked, told = dial(served.port), dial(served.port)
+        told.send([renew(0)])
+        tell = heard.get(timeout=PATIENCE_S)
+        rounds = 300
+        both = threading.Barrier(2)
+
+        def answer() -> None:
+            for _ in range(rounds):
+                both.wait(PATIENCE_S)
+                tell(Unknown(session=0))
+
+        with ThreadPoolExecutor(1) as pool:
+            answering = pool.submit(answer)
+            for number in range(1, rounds + 1):
+                asked.send([renew(number)])
+                both.wait(PATIENCE_S)  # the message is about to arrive
+                heard.get(timeout=PATIENCE_S)
+            answering.result()
         served.server.close()
 
     def test_answer_after_the_server_was_closed_goes_nowhere(

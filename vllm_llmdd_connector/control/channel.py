@@ -149,7 +149,7 @@ class Server:
         endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self.port = int(endpoint.rpartition(":")[2])
         self._wake = Wake()
-        self._outbox: list[tuple[bytes, Message]] = []
+        # Of the socket, which answers are sent on by the thread that has them.
         self._lock = threading.Lock()
         self._stopping = False
         self._thread: threading.Thread | None = None
@@ -181,18 +181,20 @@ class Server:
 
     def _run(self) -> None:
         poller = zmq.Poller()
-        poller.register(self._socket, zmq.POLLIN)
+        # Its descriptor, because other threads use the socket while this one sleeps. That tells of
+        # changes only, so the socket is read until it is empty.
+        poller.register(self._socket.FD, zmq.POLLIN)
         poller.register(self._wake.fileno(), zmq.POLLIN)
         if self._gatekeeper is not None:
             poller.register(self._gatekeeper.questions, zmq.POLLIN)
             poller.register(self._gatekeeper.failures, zmq.POLLIN)
+        is_empty = False
         while not self._stopping:
-            poller.poll()
+            poller.poll(None if is_empty else 0)
             self._wake.clear()
             if self._gatekeeper is not None:
                 self._note_refused(self._gatekeeper.answer())
-            self._receive_some()
-            self._send_outbox()
+            is_empty = self._receive_some()
 
     def _note_refused(self, num_failed: int) -> None:
         for _ in range(num_failed):
@@ -206,14 +208,16 @@ class Server:
             self._warned.add(what)
             logger.warning("%s: %s; others are only counted (junk_messages)", self._name, what)
 
-    def _receive_some(self) -> None:
-        """A bounded number, so that one peer's flood does not hold back the others' answers."""
+    def _receive_some(self) -> bool:
+        """Whether there is nothing more to read. A bounded number, so that one peer's flood does
+        not keep others from being let in."""
         now_s = time.monotonic()
         for _ in range(_MAX_BATCH):
             try:
-                frames = self._socket.recv_multipart(zmq.NOBLOCK)
+                with self._lock:
+                    frames = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
-                return
+                return True
             if not self._limit.allows(frames[0], sum(map(len, frames)), now_s):
                 self._count_junk()
                 self._warn_once("messages of a peer that sends too many were dropped")
@@ -221,6 +225,7 @@ class Server:
                 self._drop_junk(f"{len(frames) - 1} frames instead of 1")
             else:
                 self._handle(frames[0], frames[1])
+        return False
 
     def _handle(self, identity: bytes, frame: bytes) -> None:
         assert self._handler is not None
@@ -238,25 +243,21 @@ class Server:
         logger.debug("%s: message dropped: %s", self._name, why)
 
     def _post(self, identity: bytes, message: Message) -> None:
+        frames = [identity, encode(message)]
+        if threading.current_thread() is self._thread:
+            self._limit.charge_answer(identity)
         with self._lock:
-            # Under the lock: other threads may still answer while ``close`` gives the pipe back.
+            # Under the lock: other threads may still answer while ``close`` ends the socket.
             if self._stopping:
                 return
-            self._outbox.append((identity, message))
-            if threading.current_thread() is not self._thread:
-                self._wake.set()
-            else:
-                self._limit.charge_answer(identity)
-
-    def _send_outbox(self) -> None:
-        with self._lock:
-            outbox, self._outbox = self._outbox, []
-        for identity, message in outbox:
             try:
-                self._socket.send_multipart([identity, encode(message)], zmq.NOBLOCK)
+                self._socket.send_multipart(frames, zmq.NOBLOCK)
             except zmq.ZMQError as error:
                 # The peer is gone or does not read; its own deadline tells it.
                 logger.debug("%s: answer not sent: %s", self._name, error)
+            if threading.current_thread() is not self._thread:
+                # Sending may have taken in the news of a message that the thread sleeps for.
+                self._wake.set()
 
 
 def _bind_error(host: str, port: int, error: zmq.ZMQError) -> str:
