@@ -12,6 +12,8 @@ BIN := .venv/bin
 PYTHON_SOURCES := vllm_llmdd_connector examples tests benchmarks tools
 NATIVE_SOURCES = $(shell find csrc tests/native -name '*.cpp' -o -name '*.h' 2>/dev/null)
 PYTEST_ARGS ?=
+# Two files of tests at a time, real servers alone: see tests/conftest.py.
+SIDE_BY_SIDE := -n 2 --dist loadgroup --no-loadscope-reorder
 DEMO_ARGS ?=
 CHAOS_REQUESTS ?= 20000
 CHAOS_SEED ?= 1
@@ -34,13 +36,13 @@ demo: ## two vLLM servers and a proxy on this machine, checked prompt by prompt 
 	@$(BIN)/python examples/disaggregated_prefill/demo.py $(DEMO_ARGS)
 
 test: setup-tests ## the tests, real servers included (28 min)
-	@$(BIN)/python -m pytest tests -m "not slow" $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest tests -m "not slow" $(SIDE_BY_SIDE) $(PYTEST_ARGS)
 
 test-slow: setup-tests ## faults of real servers while P pushes, decode first, and servers that stop (13 min)
 	@$(BIN)/python -m pytest tests/e2e -m slow $(PYTEST_ARGS)
 
 test-fast: setup-tests ## every test that starts no vLLM server (10 min)
-	@$(BIN)/python -m pytest tests -m "not e2e and not slow" $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest tests -m "not e2e and not slow" $(SIDE_BY_SIDE) $(PYTEST_ARGS)
 
 lint: ## ruff, mypy --strict, clang-format, all read-only
 	@$(SETUP) env project

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from fakes.clock import FakeClock
@@ -13,6 +14,23 @@ from hypothesis import settings
 # No test depends on how fast this machine is. In CI hypothesis is deterministic by itself.
 settings.register_profile("llmdd", deadline=None)
 settings.load_profile("llmdd")
+
+
+_SERVERS = (Path(__file__).parent / "e2e", Path(__file__).parent / "example" / "test_demo.py")
+
+
+def _starts_servers(item: pytest.Item) -> bool:
+    return any(path in (item.path, *item.path.parents) for path in _SERVERS)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Real servers come last and, where tests run side by side (``pytest -n``), one pair at a time,
+    so that they have the processors for themselves; the tests of another file stay together."""
+    items.sort(key=_starts_servers)
+    for item in items:
+        group = "servers" if _starts_servers(item) else str(item.path)
+        item.add_marker(pytest.mark.xdist_group(group))
 
 
 @pytest.fixture

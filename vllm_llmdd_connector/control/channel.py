@@ -33,6 +33,7 @@ logger = get_logger(__name__)
 _MAX_BATCH = 64
 _LOST_EVENTS = zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED | HANDSHAKE_FAILED
 _PEER = b""
+_KEEPALIVE_S = 20
 
 
 class Wake:
@@ -98,6 +99,11 @@ def tcp_url(host: str, port: int) -> str:
 def _bounded(socket: zmq.Socket[bytes], host: str, max_bytes: int) -> zmq.Socket[bytes]:
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.MAXMSGSIZE, max_bytes)
+    # A machine that went away without a word is noticed where nothing is being sent, too.
+    socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, _KEEPALIVE_S)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, _KEEPALIVE_S)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, 3)
     if ":" in host:
         socket.setsockopt(zmq.IPV6, 1)
     return socket
