@@ -18,6 +18,8 @@ RESEND_S = 1.0
 """A message without an answer is sent again after this long; answers are idempotent."""
 IDLE_S = 30.0
 """A connection or thread that is kept for one peer ends after this long without work."""
+PEER_IDLE_S = 600.0
+"""D ends a thread and link that no request has used for so long; the next one makes them anew."""
 SWEEP_S = 1.0
 """P looks this often at most for D's that have fallen silent."""
 MIN_RENEWAL_S = 0.01

@@ -65,7 +65,7 @@ def _left_in_worker(side: Any) -> Iterator[tuple[str, int]]:
     completions = side._completions
     yield "requests without a report", completions.num_waiting
     yield "cancelled requests", len(completions._cancelled)
-    for peer in side._peers.values():
+    for peer in side._peers:
         yield "jobs of a peer", len(peer._queue) + len(peer._unreported) + len(peer._unwanted)
         yield "releases", len(peer._releases)
         yield "awaited pushes", len(peer._receiver) + len(peer._receiver._by_reservation)

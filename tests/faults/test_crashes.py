@@ -79,7 +79,7 @@ def test_s36_crash_none_when_p_speaks_of_unknown_requests(
 
     def say(number: int) -> None:
         if not seen:
-            (peer,) = pair.d.workers[0].connector._worker._peers.values()
+            (peer,) = pair.d.workers[0].connector._worker._peers
             peer._on_message(strange, peer._worker_dialer)
             seen.append(strange)
 

@@ -88,7 +88,7 @@ def test_s17_leak_none_when_p_is_restarted_again_and_again(
         assert len(pair.d.connector._scheduler._client._sessions) == 1
         threads.append([name.partition("-peer-")[0] for name in own_threads()])
         pair.p.close()
-        wait_for(lambda worker=worker: not worker._peers, "the end of the lost peer's thread")
+        wait_for(lambda worker=worker: not len(worker._peers), "the end of the lost peer's thread")
         restarted = make_engine(
             **CONNECTOR, role="kv_producer", extra_config={"control_port": port}
         )

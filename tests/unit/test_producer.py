@@ -65,7 +65,7 @@ class TestHandOver:
             {"params": None},
             {"params": {"do_remote_decode": False}},
             {"prompt": None},
-            {"prompt_embeds": object()},
+            {"prompt_embeds": "a tensor"},
             {"blocks": (0, 0, 0)},
             {"blocks": ()},
         ],

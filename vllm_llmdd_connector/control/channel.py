@@ -34,6 +34,7 @@ _MAX_BATCH = 64
 _LOST_EVENTS = zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED | HANDSHAKE_FAILED
 _PEER = b""
 _KEEPALIVE_S = 20
+_MAX_SOCKETS = 8192
 
 
 class Wake:
@@ -89,6 +90,14 @@ class Sleeper:
 
     def close(self) -> None:
         self._wake.close()
+
+
+def new_context() -> "zmq.Context[zmq.Socket[bytes]]":
+    """A context with room for the connections to as many peers as there may be."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    # By itself ZMQ stops at 1,023, of which a connection with its monitor takes three.
+    context.set(zmq.MAX_SOCKETS, _MAX_SOCKETS)
+    return context
 
 
 def tcp_url(host: str, port: int) -> str:

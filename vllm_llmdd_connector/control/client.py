@@ -9,9 +9,7 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 
-import zmq
-
-from vllm_llmdd_connector.control.channel import Dialer, Sleeper
+from vllm_llmdd_connector.control.channel import Dialer, Sleeper, new_context
 from vllm_llmdd_connector.control.fingerprint import Fingerprint
 from vllm_llmdd_connector.control.keys import KeySet
 from vllm_llmdd_connector.control.messages import Welcome
@@ -60,7 +58,7 @@ class ControlClient:
         self._sleeper = Sleeper()
         self._reported: set[tuple[tuple[str, int], str]] = set()
         self._stopping = False
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._context = new_context()
         self._thread = threading.Thread(target=self._run, name="llmdd-control", daemon=True)
         self._thread.start()
 

@@ -10,9 +10,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import zmq
-
-from vllm_llmdd_connector.control.channel import Dialer, Sleeper
+from vllm_llmdd_connector.control.channel import Dialer, Sleeper, new_context
 from vllm_llmdd_connector.control.keys import KeySet
 from vllm_llmdd_connector.control.messages import Knock
 from vllm_llmdd_connector.deadlines import IDLE_S
@@ -44,7 +42,7 @@ class Knocker:
         self._doors: dict[Address, _Door] = {}
         self._sleeper = Sleeper()
         self._stopping = False
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._context = new_context()
         self._thread: threading.Thread | None = None
 
     def knock(self, address: Address, message: Knock, on_failed: OnFailed) -> None:

@@ -2,11 +2,11 @@
 
 A thread serves its peer's jobs one after the other, so a stopped or dead peer delays nobody else.
 It sleeps in ``poll`` when it has nothing to do, and ends when the peer's control connection is
-lost; a restarted peer is another cluster and gets another thread. A pull runs on the thread; while
-a release waits for P's confirmation, and while P pushes, the next job is served.
+lost, or when nothing has come for long; a restarted peer is another cluster and gets another
+thread. A pull runs on the thread; while a release waits for P's confirmation, and while P pushes,
+the next job is served.
 """
 
-import math
 import threading
 import time
 from collections import deque
@@ -24,7 +24,7 @@ from vllm_llmdd_connector.control.messages import (
     Unknown,
     WorkerEndpoint,
 )
-from vllm_llmdd_connector.deadlines import RESEND_S
+from vllm_llmdd_connector.deadlines import PEER_IDLE_S, RESEND_S
 from vllm_llmdd_connector.errors import LinkError, TransferError
 from vllm_llmdd_connector.layout.kv_layout import CachePlan
 from vllm_llmdd_connector.log import get_logger, one_line
@@ -37,6 +37,7 @@ from vllm_llmdd_connector.worker.releases import Answer, PendingRelease, Release
 logger = get_logger(__name__)
 
 _SHUTTING_DOWN = "the worker is shutting down"
+_UNUSED = "it was not used any more"
 _NOT_HELD = {
     Answer.GIVEN_UP: (
         "P had given the blocks up before they were read (its lease expired); raise lease_s or "
@@ -88,6 +89,9 @@ class PeerThread:
         self._worker_dialer: Dialer | None = None
         self._sleeper = Sleeper()
         self._lock = threading.Lock()
+        self.used_s = time.monotonic()
+        """When a job has last come, or was still served."""
+        self._retiring = False
         self._stopping = False
         self._ended = False
         self._thread = threading.Thread(
@@ -110,6 +114,17 @@ class PeerThread:
             transfer = _Transfer(job, fence, now_s, now_s + job.timeout_s)
             self._unreported[job.request_id] = transfer
             self._queue.append(transfer)
+            self.used_s = now_s
+            self._retiring = False
+            self._sleeper.wake()
+        return True
+
+    def retire(self) -> bool:
+        """End the thread and its link if it has nothing to do; False if it has."""
+        with self._lock:
+            if self._ended or self._retiring or self._unreported:
+                return False
+            self._retiring = True
             self._sleeper.wake()
         return True
 
@@ -164,7 +179,26 @@ class PeerThread:
                 return lost
             if self._queue and not self._stopping and now_s >= self._next_turn_s():
                 self._serve_next(dialer, stack)
+            if self._is_unused(now_s) and self._ends_unused():
+                return _UNUSED
         return _SHUTTING_DOWN
+
+    def _is_unused(self, now_s: float) -> bool:
+        """Whether to end for want of work."""
+        with self._lock:
+            if self._unreported or len(self._releases):
+                self.used_s = now_s
+                return False
+            return self._retiring or now_s >= self.used_s + PEER_IDLE_S
+
+    def _ends_unused(self) -> bool:
+        """Drop the link and take no job any more, unless one has come meanwhile."""
+        # In this order, because a successor may link the same peer.
+        self._link.drop()
+        with self._lock:
+            self._retiring = False
+            self._ended = not self._unreported
+            return self._ended
 
     def _next_turn_s(self) -> float:
         """When the oldest job is to be served, or is too late.
@@ -181,12 +215,11 @@ class PeerThread:
     def _dialers(self, dialer: Dialer) -> list[Dialer]:
         return [dialer] if self._worker_dialer is None else [dialer, self._worker_dialer]
 
-    def _timeout_ms(self) -> int | None:
-        due_s = min(self._releases.next_event_s(), self._receiver.next_event_s())
+    def _timeout_ms(self) -> int:
+        unused_s = self.used_s + PEER_IDLE_S
+        due_s = min(self._releases.next_event_s(), self._receiver.next_event_s(), unused_s)
         if self._queue and not self._stopping:
             due_s = min(due_s, self._next_turn_s())
-        if due_s == math.inf:
-            return None
         return max(0, int((due_s - time.monotonic()) * 1000) + 1)
 
     def _serve_next(self, dialer: Dialer, stack: ExitStack) -> None:

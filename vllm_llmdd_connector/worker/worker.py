@@ -5,14 +5,12 @@ peer's thread, and results are picked up once per step. P's worker takes part in
 engine answers pulls by itself, its scheduler confirms them.
 """
 
-import threading
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import zmq
-
 from vllm_llmdd_connector.config import ConnectorConfig
-from vllm_llmdd_connector.control.channel import Server
+from vllm_llmdd_connector.control.channel import Server, new_context
 from vllm_llmdd_connector.control.keys import load_key_set
 from vllm_llmdd_connector.control.messages import WorkerEndpoint
 from vllm_llmdd_connector.errors import ConfigError
@@ -35,6 +33,7 @@ from vllm_llmdd_connector.worker.digest import DigestLog
 from vllm_llmdd_connector.worker.engine import DataDistEngine
 from vllm_llmdd_connector.worker.peer import PeerThread
 from vllm_llmdd_connector.worker.peer_link import PeerContext
+from vllm_llmdd_connector.worker.peers import Peer, Peers
 from vllm_llmdd_connector.worker.push import Pusher
 from vllm_llmdd_connector.worker.step_trace import StepTrace, cache_facts
 
@@ -70,9 +69,8 @@ class WorkerConnector:
             DigestLog(config.kv_digest, self._role, tp_rank) if config.kv_digest else None
         )
         self._keys = load_key_set(config.keys_dir)
-        self._zmq_context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._peers: dict[int, PeerThread] = {}
-        self._peers_lock = threading.Lock()
+        self._zmq_context = new_context()
+        self._peers = Peers(self._make_peer)
         self._plans: list[CachePlan] = []
         self._engine: DataDistEngine | None = None
         self._handshake: WorkerHandshake | None = None
@@ -207,8 +205,7 @@ class WorkerConnector:
 
     def shutdown(self) -> None:
         """Stop all threads and give the memory registrations back; idempotent."""
-        for peer in list(self._peers.values()):
-            peer.close()
+        self._peers.close()
         if self._server is not None:
             self._server.close()
         if self._pusher is not None:
@@ -262,30 +259,20 @@ class WorkerConnector:
     def _give_up(self, request_id: str, reason: str) -> None:
         if not reason:
             self._completions.cancel(request_id)
-        with self._peers_lock:
-            peers = list(self._peers.values())
-        for peer in peers:
-            peer.give_up(request_id, reason or "aborted")
+        self._peers.give_up(request_id, reason or "aborted")
 
     def _start(self, job: Job, fence: Fence | None) -> None:
         self._completions.expect(job.request_id, job.loaded_blocks)
-        assert self._peer_context is not None
-        endpoint = job.workers[self._tp_rank]
-        with self._peers_lock:
-            peer = self._peers.get(endpoint.cluster_id)
-            if peer is None or not peer.submit(job, fence):
-                peer = PeerThread(
-                    self._peer_context, endpoint, job.control_address, self._on_peer_end
-                )
-                self._peers[endpoint.cluster_id] = peer
-                peer.submit(job, fence)
-                peer.start()
+        self._peers.start(job, job.workers[self._tp_rank], fence)
 
-    def _on_peer_end(self, peer: PeerThread) -> None:
-        """Peer's thread: forget it unless a newer one has taken its place."""
-        with self._peers_lock:
-            if self._peers.get(peer.endpoint.cluster_id) is peer:
-                del self._peers[peer.endpoint.cluster_id]
+    def _make_peer(
+        self,
+        endpoint: WorkerEndpoint,
+        control_address: tuple[str, int],
+        on_end: Callable[[Peer], None],
+    ) -> Peer:
+        assert self._peer_context is not None
+        return PeerThread(self._peer_context, endpoint, control_address, on_end)
 
     def _digest(self, prompt: SentPrompt) -> None:
         assert self._digests is not None
