@@ -74,10 +74,19 @@ class Remote:
     """What the other process does."""
 
     def __init__(self, fill: int, options: dict[str, Any]) -> None:
+        self._open(fill, options)
+
+    def _open(self, fill: int, options: dict[str, Any]) -> None:
         from fakes.rank import Prefill, Rank
 
         self.p = Prefill(Rank("kv_producer", fill, **options), **options)
         self.endpoint = self.p.rank.endpoint
+
+    def reopen(self, fill: int, options: dict[str, Any]) -> WorkerEndpoint:
+        """Another rank in this process, which the test's end has to be told of."""
+        self.close()
+        self._open(fill, options)
+        return self.endpoint
 
     def hold(self, claim_id: int) -> PullJob:
         """An order to fetch a prompt's blocks 1 and 2 into blocks 5 and 4."""

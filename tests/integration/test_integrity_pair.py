@@ -70,34 +70,28 @@ class Pair:
 
 
 @pytest.fixture(scope="module")
-def idle() -> Iterator[dict[str, RankProcess]]:
-    """P's by their options; one costs an import of vLLM."""
-    processes: dict[str, RankProcess] = {}
-    yield processes
-    for process in processes.values():
-        process.close()
+def process() -> Iterator[RankProcess]:
+    """P's for all tests; one process costs an import of vLLM."""
+    process = RankProcess(100)
+    yield process
+    process.close()
 
 
 @pytest.fixture
 def make_pair(
-    idle: dict[str, RankProcess], monkeypatch: pytest.MonkeyPatch
+    process: RankProcess, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[..., Pair]]:
-    pairs: list[tuple[str, Pair]] = []
+    pairs: list[Pair] = []
 
     def make(**options: Any) -> Pair:
-        key = repr(options)
-        pair = Pair(idle.pop(key, None) or RankProcess(100, **options), options)
-        pairs.append((key, pair))
-        return pair
+        process.endpoint = process.call("reopen", 100, options)
+        pairs.append(Pair(process, options))
+        return pairs[-1]
 
     with vendor_importable(monkeypatch):
         yield make
-        for key, pair in pairs:
+        for pair in pairs:
             pair.d.worker.shutdown()
-            if pair.p.is_alive():
-                idle[key] = pair.p
-            else:
-                pair.p.close()
 
 
 @pytest.fixture
@@ -126,6 +120,7 @@ def test_full_passes_equal_bytes_and_finds_a_flipped_bit(
 ) -> None:
     pair = make_pair(integrity="full", engine=engine)
     for flow in FLOWS:
+        pair.counts()
         assert pair.run(flow) == ""
         assert pair.counts()["integrity_checked_blocks"] == 2
         for layer, position, offset in (("a", 0, 0), ("b", 1, 63)):
@@ -164,24 +159,6 @@ def test_sample_finds_it_in_a_block_of_the_sample(
     assert "integrity: 1 of 1 checked blocks" in pair.run(flow)
 
 
-def test_sums_that_do_not_come_end_with_the_deadline_or_with_p(
-    make_pair: Callable[..., Pair],
-) -> None:
-    pair = make_pair(integrity="full", engine="host")
-    pair.p.call("mute_sums")
-    late = pair.run("pull", timeout_s=1.0)
-    assert late.startswith("integrity: P did not send its checksums within")
-    assert pair.run("push", timeout_s=1.0).startswith("push: P did not send all blocks within 1 s")
-    pair.d.step(jobs=[pair.p.call("hold", 10_000)])
-    (peer,) = pair.d.worker._peers.values()
-    assert peer._checks is not None
-    pending = peer._checks._pending
-    wait_for(lambda: len(pending) == 1, "the question for checksums")
-    pair.p.kill()
-    run(pair.d, "d10000")
-    assert pair.d.report.failed["d10000"].startswith("integrity: the control connection to")
-
-
 def test_off_compares_nothing(make_pair: Callable[..., Pair]) -> None:
     pair = make_pair()
     assert [pair.run(flow) for flow in FLOWS] == ["", ""]
@@ -197,3 +174,22 @@ def test_pull_is_compared_where_nothing_is_pushed(
     assert pair.run("pull") == ""
     flip_at_d(pair, "a", INTO[0], 1)
     assert pair.run("pull").startswith("integrity: 1 of 2")
+
+
+def test_sums_that_do_not_come_end_with_the_deadline_or_with_p(
+    make_pair: Callable[..., Pair],
+) -> None:
+    """The last one here: it kills P's process."""
+    pair = make_pair(integrity="full", engine="host")
+    pair.p.call("mute_sums")
+    late = pair.run("pull", timeout_s=1.0)
+    assert late.startswith("integrity: P did not send its checksums within")
+    assert pair.run("push", timeout_s=1.0).startswith("push: P did not send all blocks within 1 s")
+    pair.d.step(jobs=[pair.p.call("hold", 10_000)])
+    (peer,) = pair.d.worker._peers.values()
+    assert peer._checks is not None
+    pending = peer._checks._pending
+    wait_for(lambda: len(pending) == 1, "the question for checksums")
+    pair.p.kill()
+    run(pair.d, "d10000")
+    assert pair.d.report.failed["d10000"].startswith("integrity: the control connection to")
