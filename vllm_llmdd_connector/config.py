@@ -57,6 +57,10 @@ class ConnectorConfig(Deadlines, frozen=True, kw_only=True, forbid_unknown_field
     kv_digest: str = ""
     """Debug: folder for per-layer, per-block digests of sent and received KV; slow. Empty: off."""
 
+    integrity: Literal["off", "sample", "full"] = "off"
+    """Checksums of transferred blocks, computed at P and compared at D before a request decodes: of
+    none, of one block in 16 and the last one, or of all. The same on both sides."""
+
     trace_dir: str = ""
     """Folder for traces of every transfer, one file per process; see docs/tracing.md. Empty:
     off."""

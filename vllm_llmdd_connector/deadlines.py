@@ -90,6 +90,7 @@ STAGE_OPTIONS = {
     "link": "link_timeout_ms",
     "transfer": "sync_kv_timeout_ms",
     "push": "request_timeout_s",
+    "integrity": "request_timeout_s",
     "release": "release_timeout_s",
 }
 """The option that bounds each stage at D; the stages are those of ``vllm:llmdd_failures_total``

@@ -39,6 +39,20 @@ class PrefillChunk:
     """The prompt's blocks per KV cache group that the worker has not been told of yet."""
     end_token: int
     """Prompt tokens whose KV is there when the step ends."""
+    num_final: tuple[int, ...] = ()
+    """With ``integrity`` only: see ``block_map.final_blocks``."""
+
+
+@dataclass(slots=True)
+class LeasedPrompt:
+    """P, with ``integrity`` only: a prompt whose blocks are held for whoever knows the secret."""
+
+    production: int
+    secret: str
+    block_ids: tuple[tuple[int, ...], ...]
+    """Per KV cache group, from position 0."""
+    num_final: tuple[int, ...]
+    """As in ``PrefillChunk``."""
 
 
 @dataclass(slots=True)
@@ -97,6 +111,10 @@ class StepMessage(KVConnectorMetadata):
     """P, with ``trace_dir`` only: as ``chunks``, of prompts that D will pull."""
     voids: list[int] = field(default_factory=list)
     """P: productions whose blocks are not held any more; applied before the step writes."""
+    leased: list[LeasedPrompt] = field(default_factory=list)
+    """P, with ``integrity`` only: leases that are new."""
+    unleased: list[int] = field(default_factory=list)
+    """P, with ``integrity`` only: productions whose leases have ended; as ``voids``."""
     jobs: list[Job] = field(default_factory=list)
     cancels: dict[str, str] = field(default_factory=dict)
     """D requests whose blocks are not wanted any more while they are being fetched, with the

@@ -31,6 +31,9 @@ COUNTERS = {
     "leases_over_cap": "Finished prompts not handed over because leases hold too many blocks",
     "not_handed_over": "Finished prompts that cannot be handed over, as those of embeddings",
     "local_prefills": "Requests without remote KV on an engine that is only a consumer",
+    "integrity_checked_blocks": "Received blocks whose checksums were compared with the prefill "
+    "server's, summed over KV cache groups and ranks",
+    "integrity_failed_blocks": "Those of them that differed",
     "junk_messages": "Control messages dropped as malformed or too many, and connections refused",
 }
 DURATIONS = {
@@ -52,6 +55,7 @@ STAGES = (
     "link",
     "transfer",
     "push",
+    "integrity",
     "release",
 )
 """Where a transfer can fail; the ``stage`` label of ``vllm:llmdd_failures_total``."""

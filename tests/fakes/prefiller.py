@@ -45,6 +45,7 @@ class Prefiller:
         clock: FakeClock,
         num_ranks: int = 1,
         groups: tuple[Group, ...] = (FULL,),
+        has_drafts: bool = False,
         **options: Any,
     ) -> None:
         self.stats = TransferStats()
@@ -52,7 +53,16 @@ class Prefiller:
         self.pool: Any = FakeBlockPool(100)
         config = ConnectorConfig(**options)
         self.producer = Producer(
-            config, "engine-p", "instance-p", 4000, groups, 100, num_ranks, clock, self.stats
+            config,
+            "engine-p",
+            "instance-p",
+            4000,
+            groups,
+            100,
+            num_ranks,
+            clock,
+            self.stats,
+            has_drafts,
         )
         self.producer.bind_block_pool(self.pool)
         self.control = ProducerControl(

@@ -104,6 +104,10 @@ class ReleasePeer:
         self._senders[message.claim_id] = sender
         return message
 
+    def has_message(self) -> bool:
+        """Whether something waits to be read."""
+        return bool(self._socket.poll(0))
+
     def releases_by_claim(self, claim_ids: Iterable[int]) -> dict[int, Release]:
         """Wait until every one of these claims has been released at least once."""
         wanted, seen = set(claim_ids), dict[int, Release]()

@@ -6,14 +6,17 @@ import zmq
 
 from fakes.clock import wait_for
 from fakes.pull_peer import FakePullEngine, ReleasePeer
+from fakes.summed_memory import SummedMemory
 from vllm_llmdd_connector.config import ConnectorConfig
 from vllm_llmdd_connector.layout.kv_layout import CachePlan, Region
 from vllm_llmdd_connector.metadata import PullJob, ReceiveJob
 from vllm_llmdd_connector.metrics import TransferStats
 from vllm_llmdd_connector.scheduler.block_map import GroupBlocks, WantedBlocks
+from vllm_llmdd_connector.worker.checksum import BlockReader
 from vllm_llmdd_connector.worker.completion import Completions
 from vllm_llmdd_connector.worker.peer import PeerThread
 from vllm_llmdd_connector.worker.peer_link import PeerContext
+from vllm_llmdd_connector.worker.verify import Verifier
 
 TP_RANK = 3
 PLANS = [
@@ -25,8 +28,12 @@ PLANS = [
 class Puller:
     """One ``PeerThread`` and everything around it; keeps a tally of all reports."""
 
-    def __init__(self, peer: ReleasePeer, **options: float) -> None:
+    def __init__(
+        self, peer: ReleasePeer, memory: SummedMemory | None = None, **options: float
+    ) -> None:
+        """With ``memory``, which stands for D's, checksums of all blocks are compared."""
         self.peer = peer
+        self.memory = memory
         self.engine = FakePullEngine()
         self.completions = Completions()
         self.stats = TransferStats()
@@ -44,14 +51,20 @@ class Puller:
         context = PeerContext(
             config=ConnectorConfig(**self._options),  # type: ignore[arg-type]
             engine=self.engine,
-            plans=PLANS,
+            plans=PLANS if self.memory is None else self.memory.plans,
             completions=self.completions,
             stats=self.stats,
             digests=None,
             zmq_context=self.zmq_context,
             tp_rank=TP_RANK,
+            verifier=None if self.memory is None else self._verifier(self.memory),
         )
         return PeerThread(context, self.peer.endpoint, control_address, self.ended.append)
+
+    def _verifier(self, memory: SummedMemory) -> Verifier:
+        reader = BlockReader(memory.plans)
+        is_cancelled = self.completions.is_cancelled
+        return Verifier(memory.plans, "full", reader, self.stats, is_cancelled)
 
     def submit(self, claim_id: int, **changes: object) -> str:
         """Expect and queue one job; returns its request id."""

@@ -15,6 +15,7 @@ from vllm_llmdd_connector.layout.kv_layout import CachePlan, Region
 from vllm_llmdd_connector.metadata import PrefillChunk
 from vllm_llmdd_connector.metrics import TransferStats
 from vllm_llmdd_connector.worker.push import Pusher
+from vllm_llmdd_connector.worker.push_sums import PushSums
 
 P, D, OTHER_D = 0xA, 0xD, 0xE
 BLOCK_LEN = 64
@@ -87,11 +88,16 @@ class HeldEngine:
 class PushSide:
     """One P worker rank with blocks of 16 tokens; ``answers`` is what D ranks were told."""
 
-    def __init__(self, clock: FakeClock, plans: Sequence[CachePlan] = ONE_CACHE) -> None:
+    def __init__(
+        self,
+        clock: FakeClock,
+        plans: Sequence[CachePlan] = ONE_CACHE,
+        sums: PushSums | None = None,
+    ) -> None:
         self.engine = HeldEngine()
         self.stats = TransferStats()
         self.plans = list(plans)
-        self.pusher = Pusher(self.engine, plans, [16], clock, self.stats)
+        self.pusher = Pusher(self.engine, plans, [16], clock, self.stats, sums=sums)
         self.answers: list[Message] = []
 
     @property

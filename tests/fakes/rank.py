@@ -10,6 +10,7 @@ import torch
 from fakes.block_pool import FakeBlockPool
 from fakes.builders import make_fingerprint
 from fakes.clock import FakeClock, wait_for
+from fakes.prefiller import make_output
 from fakes.requests import make_request
 from vllm_llmdd_connector.config import ConnectorConfig
 from vllm_llmdd_connector.control.channel import Server
@@ -97,14 +98,16 @@ class Rank:
 class Prefill:
     """P: one rank, and the scheduler that holds blocks 1 and 2 for each prompt."""
 
-    def __init__(self, rank: Rank) -> None:
+    def __init__(self, rank: Rank, **options: Any) -> None:
+        """``options`` are the connector's."""
         self.rank = rank
+        config = ConnectorConfig(**options)
         self.clock = FakeClock()
         self.pool: Any = FakeBlockPool(NUM_BLOCKS)
         self.server = Server("p-scheduler", "127.0.0.1", 0, lambda: None)
         stats = TransferStats()
         self.producer = Producer(
-            ConnectorConfig(),
+            config,
             "engine-p",
             "instance-p",
             self.server.port,
@@ -116,7 +119,7 @@ class Prefill:
         )
         self.producer.bind_block_pool(self.pool)
         self.control = ProducerControl(
-            ConnectorConfig(),
+            config,
             "instance-p",
             self.producer,
             make_fingerprint(),
@@ -174,6 +177,13 @@ class Prefill:
             loaded_blocks=[5, 4],
             timeout_s=60.0,
         )
+
+    def step(self) -> None:
+        """A step that schedules nothing, as vLLM takes after the end of a request."""
+        step = StepMessage()
+        self.producer.fill(step, make_output())
+        self.rank.worker.apply_voids(step)
+        self.rank.worker.bind(step)
 
     def expire_leases(self) -> None:
         self.clock.advance(ConnectorConfig().max_lease_s)

@@ -11,8 +11,8 @@ from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any
 
-from vllm_llmdd_connector.control.messages import WorkerEndpoint
-from vllm_llmdd_connector.metadata import PullJob
+from vllm_llmdd_connector.control.messages import AskSums, Message, WorkerEndpoint
+from vllm_llmdd_connector.metadata import PrefillChunk, PullJob
 
 TESTS = Path(__file__).resolve().parents[1]
 VENDOR = TESTS / "vendor"
@@ -74,14 +74,54 @@ class Remote:
     """What the other process does."""
 
     def __init__(self, fill: int, options: dict[str, Any]) -> None:
+        self._open(fill, options)
+
+    def _open(self, fill: int, options: dict[str, Any]) -> None:
         from fakes.rank import Prefill, Rank
 
-        self.p = Prefill(Rank("kv_producer", fill, **options))
+        self.p = Prefill(Rank("kv_producer", fill, **options), **options)
         self.endpoint = self.p.rank.endpoint
+
+    def reopen(self, fill: int, options: dict[str, Any]) -> WorkerEndpoint:
+        """Another rank in this process, which the test's end has to be told of."""
+        self.close()
+        self._open(fill, options)
+        return self.endpoint
 
     def hold(self, claim_id: int) -> PullJob:
         """An order to fetch a prompt's blocks 1 and 2 into blocks 5 and 4."""
-        return self.p.hold(claim_id)
+        job = self.p.hold(claim_id)
+        self.p.step()
+        return job
+
+    def push(self, transfer_id: str, production: int) -> None:
+        """Compute a prompt in blocks 1 and 2; they hold it already."""
+        chunk = PrefillChunk(transfer_id, production, 32, ((1, 2),), 32, num_final=(2,))
+        self.p.rank.step(chunks=[chunk])
+        self.p.rank.worker.forward_ended()
+
+    def control_port(self) -> int:
+        """Of the scheduler side."""
+        return self.p.server.port
+
+    def flip_before_answer(self, layer: str, block: int, offset: int) -> None:
+        """One bit of P's memory changes before the next question for checksums is looked at."""
+        sums = self.p.rank.worker._lease_sums
+        assert sums is not None
+        handle = sums.handle
+
+        def flipped(message: AskSums, reply: Callable[[Message], None]) -> None:
+            sums.handle = handle  # type: ignore[method-assign]
+            self.p.rank.caches[layer][block, offset] ^= 1
+            handle(message, reply)
+
+        sums.handle = flipped  # type: ignore[method-assign]
+
+    def mute_sums(self) -> None:
+        """No checksum is ever ready."""
+        thread = self.p.rank.worker._sum_thread
+        assert thread is not None
+        thread._sum_region = lambda job: None  # type: ignore[method-assign]
 
     def num_leases(self) -> int:
         """Leases that no release has ended."""

@@ -99,7 +99,7 @@ class Side:
         receive = Receive(
             job,
             DEADLINE_S,
-            on_done=lambda production: self.log.append(f"done {production}"),
+            on_done=lambda done: self.log.append(f"done {done.production}"),
             on_failed=lambda reason: self.log.append(f"failed {reason}"),
         )
         self.receiver.begin(receive, self.dialer)

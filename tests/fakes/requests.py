@@ -17,6 +17,7 @@ def make_request(
     media: Sequence[tuple[str, str, int, int]] = (),
     prompt_embeds: object = None,
     abort_immediately: bool = False,
+    max_tokens: int = 1,
 ) -> Any:
     """``media`` items are modality, identifier, offset and length."""
     return SimpleNamespace(
@@ -36,5 +37,6 @@ def make_request(
             for modality, identifier, offset, length in media
         ],
         abort_immediately=abort_immediately,
+        max_tokens=max_tokens,
         num_preemptions=0,
     )

@@ -21,7 +21,7 @@ def make_side(
 ) -> SchedulerConnector:
     """One whole scheduler side; ``options`` are the connector's."""
     facts = msgspec.structs.asdict(make_fingerprint())
-    del facts["protocol_version"], facts["groups"]
+    del facts["protocol_version"], facts["groups"], facts["integrity"]
     monkeypatch.setattr(module, "model_facts", lambda vllm_config: facts)
     config: Any = SimpleNamespace(
         kv_transfer_config=SimpleNamespace(
@@ -31,6 +31,7 @@ def make_side(
             is_kv_consumer=role == "kv_consumer",
         ),
         parallel_config=SimpleNamespace(tensor_parallel_size=1, data_parallel_rank=0),
+        speculative_config=None,
         shutdown_timeout=shutdown_timeout,
     )
     spec = type("FullAttentionSpec", (), {"block_size": 16})()

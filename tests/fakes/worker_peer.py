@@ -13,6 +13,7 @@ from vllm_llmdd_connector.control.messages import (
     CancelAll,
     Done,
     Failed,
+    GroupSums,
     Message,
     Reserve,
     Void,
@@ -39,17 +40,28 @@ class WorkerPeer:
         assert isinstance(message, kind)
         return message
 
-    def done(self, reserve: Reserve, production: int = 9) -> None:
-        self._answer(self.done_frame(reserve, production))
+    def has_message(self) -> bool:
+        """Whether something waits to be read."""
+        return bool(self._socket.poll(0))
 
-    def done_frame(self, reserve: Reserve, production: int = 9) -> bytes:
+    def done(self, reserve: Reserve, production: int = 9, sums: tuple[GroupSums, ...] = ()) -> None:
+        self._answer(self.done_frame(reserve, production, sums))
+
+    def done_frame(
+        self, reserve: Reserve, production: int = 9, sums: tuple[GroupSums, ...] = ()
+    ) -> bytes:
         return encode(
             Done(
                 transfer_id=reserve.transfer_id,
                 reservation=reserve.reservation,
                 production=production,
+                sums=sums,
             )
         )
+
+    def say(self, message: Message) -> None:
+        """To whoever was heard last."""
+        self._answer(encode(message))
 
     def void(self, reserve: Reserve) -> None:
         void = Void(transfer_id=reserve.transfer_id, reservation=reserve.reservation)

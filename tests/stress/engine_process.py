@@ -112,12 +112,15 @@ class EngineProcess:
         )
         parallel = SimpleNamespace(tensor_parallel_size=1, data_parallel_rank=0)
         vllm: Any = SimpleNamespace(
-            kv_transfer_config=transfer, parallel_config=parallel, shutdown_timeout=0
+            kv_transfer_config=transfer,
+            parallel_config=parallel,
+            speculative_config=None,
+            shutdown_timeout=0,
         )
         group = SimpleNamespace(kv_cache_spec=FullAttentionSpec(), layer_names=list(LAYERS))
         cache: Any = SimpleNamespace(kv_cache_groups=[group], num_blocks=NUM_BLOCKS)
         facts = msgspec.structs.asdict(make_fingerprint())
-        del facts["protocol_version"], facts["groups"]
+        del facts["protocol_version"], facts["groups"], facts["integrity"]
         scheduler.model_facts = lambda vllm_config: facts
         config = ConnectorConfig(**OPTIONS)
         self.worker = WorkerConnector(vllm, cache, config, 0)

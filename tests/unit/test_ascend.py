@@ -106,6 +106,13 @@ class TestChoice:
         with pytest.raises(ConfigError, match="leave kv_digest out"):
             choose_backend(ConnectorConfig(kv_digest="/tmp/x"), {"a": on("npu", 0)})
 
+    @pytest.mark.parametrize("integrity", ["sample", "full"])
+    @pytest.mark.parametrize("engine", ["auto", "ascend"])
+    def test_checksums_of_device_memory_are_refused(self, engine: Any, integrity: Any) -> None:
+        config = ConnectorConfig(engine=engine, integrity=integrity)
+        with pytest.raises(ConfigError, match=rf"integrity '{integrity}' reads host memory, but"):
+            choose_backend(config, {"a": on("npu", 0)})
+
 
 class TestPackage:
     def test_missing_package_says_what_to_install(self, monkeypatch: pytest.MonkeyPatch) -> None:

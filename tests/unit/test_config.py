@@ -55,6 +55,7 @@ def test_key_that_is_no_text_is_refused() -> None:
         ({"sync_kv_timeout_ms": 2**31}, "sync_kv_timeout_ms is 2147483648"),
         ({"unreserved_fraction": 1.5}, r"unreserved_fraction is 1\.5, it must be in \(0, 1\]"),
         ({"unreserved_fraction": 0}, r"unreserved_fraction is 0\.0, it must be in \(0, 1\]"),
+        ({"integrity": "on"}, r"Invalid enum value 'on' - at `\$.integrity`"),
         ({"push": "yes"}, r"Expected `bool`, got `str` - at `\$.push`"),
         ({"max_leased_fraction": 1.5}, r"1\.5, it must be in \(0, 1\]"),
         ({"max_lease_s": 10, "lease_s": 20}, r"max_lease_s is 10\.0, below lease_s 20\.0"),

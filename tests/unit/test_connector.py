@@ -163,6 +163,7 @@ def make_connector() -> Iterator[Callable[[str], LLMDataDistConnector]]:
             kv_transfer_config=transfer,
             model_config=SimpleNamespace(),
             parallel_config=SimpleNamespace(tensor_parallel_size=1, data_parallel_rank=0),
+            speculative_config=None,
         )
         cache = cache_of("FullAttentionSpec")
         cache.num_blocks = 8

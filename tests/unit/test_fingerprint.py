@@ -22,6 +22,7 @@ def test_equal_fingerprints_have_no_difference() -> None:
         ({"dtype": "float16"}, "dtype differs: local 'bfloat16', peer 'float16'"),
         ({"tensor_parallel_size": 2}, "tensor_parallel_size differs: local 1, peer 2"),
         ({"speculative": "ngram:3"}, "speculative differs: local 'none', peer 'ngram:3'"),
+        ({"integrity": "full"}, "integrity differs: local 'off', peer 'full'"),
         ({"groups": ()}, "number of KV cache groups differs: local 1, peer 0"),
         (
             {"groups": (make_geometry(block_size=32),)},

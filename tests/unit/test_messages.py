@@ -18,6 +18,7 @@ from vllm_llmdd_connector.control.messages import (
     Admitted,
     Announce,
     AnyMessage,
+    AskSums,
     BlockSpan,
     CacheToken,
     Cancel,
@@ -27,14 +28,17 @@ from vllm_llmdd_connector.control.messages import (
     Done,
     Drop,
     Failed,
+    GroupSums,
     Hello,
     Knock,
+    NoSums,
     Queued,
     Reject,
     Release,
     ReleaseAck,
     Renew,
     Reserve,
+    Sums,
     Unknown,
     Void,
     decode,
@@ -64,6 +68,7 @@ RESERVE = Reserve(
     blocks=((5, 2**31 - 1, 6), ()),
     link_number=BIG,
 )
+SUMS = (GroupSums(count=2, sums=b"\0\xff" * 8), GroupSums(count=0, sums=b""))
 MESSAGES: list[AnyMessage] = [
     make_welcome(),
     make_grant(BIG, ((1, 2), (), (0, 3))),
@@ -83,9 +88,12 @@ MESSAGES: list[AnyMessage] = [
     Cancel(to_cluster=1, transfer_id="t", reservation=BIG),
     CancelAll(to_cluster=1, cluster_id=2**48 - 1, link_number=BIG),
     CancelAck(transfer_id="t", reservation=BIG),
-    Done(transfer_id="t", reservation=BIG, production=7),
+    Done(transfer_id="t", reservation=BIG, production=7, sums=SUMS),
     Void(transfer_id="t", reservation=BIG),
     Failed(transfer_id="t", reservation=BIG, reason="torn", link_lost=True),
+    AskSums(to_cluster=1, production=7, secret="s", number=BIG, spans=RESERVE.spans),
+    Sums(number=BIG, groups=SUMS),
+    NoSums(number=BIG, reason="expired"),
 ]
 json_like = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.text() | st.binary(),

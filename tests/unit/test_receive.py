@@ -54,7 +54,7 @@ class TestReserve:
             Receive(
                 ReceiveJob("r", "t", 1, ("127.0.0.1", 1), 5, (), BOTH_GROUPS, [], DEADLINE_S),
                 DEADLINE_S,
-                on_done=lambda production: side.log.append("done"),
+                on_done=lambda done: side.log.append("done"),
                 on_failed=lambda reason: side.log.append(f"failed {reason}"),
             ),
             side.dialer,

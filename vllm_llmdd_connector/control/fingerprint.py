@@ -43,6 +43,8 @@ class Fingerprint(msgspec.Struct, frozen=True, kw_only=True):
     speculative: str
     """Method and draft length, or ``none``: draft layers have KV too."""
     groups: tuple[GroupGeometry, ...]
+    integrity: str = "off"
+    """The option: D expects the checksums that P computes."""
 
 
 def first_difference(local: Fingerprint, peer: Fingerprint) -> str | None:

@@ -11,7 +11,8 @@ D opens every conversation, except that a P to which a metaserver has sent a D's
 * Each worker rank of D says ``Release`` when it has its blocks, answered by ``ReleaseAck``.
 
 With P's worker of the same rank, for a push: D's worker says ``Reserve``, answered by ``Done``,
-``Void`` or ``Failed``, and ``Cancel`` or ``CancelAll``, answered by ``CancelAck``.
+``Void`` or ``Failed``, and ``Cancel`` or ``CancelAll``, answered by ``CancelAck``. With option
+``integrity`` it also says ``AskSums`` after a pull, answered by ``Sums`` or ``NoSums``.
 
 A message of a session that the receiver does not know (it was restarted at the same address, and
 ZMQ reconnects silently) is answered by ``Unknown``. All of it is idempotent: every message may
@@ -249,12 +250,24 @@ class CancelAck(Message, frozen=True, kw_only=True):
     """0: of ``CancelAll``."""
 
 
+class GroupSums(msgspec.Struct, frozen=True, kw_only=True):
+    """Checksums of one KV cache group's span."""
+
+    count: Count
+    """Of how many blocks of the span they are, or are a sample: all, or all but a last one that is
+    not full and to which P still writes."""
+    sums: bytes
+    """8 bytes each, little-endian, by position; see ``worker/checksum.py``."""
+
+
 class Done(Message, frozen=True, kw_only=True):
     """D has copied every layer of every block, and P held them all the time."""
 
     transfer_id: str
     reservation: int
     production: int
+    sums: Annotated[tuple[GroupSums, ...], msgspec.Meta(max_length=MAX_GROUPS)] = ()
+    """By KV cache group, with option ``integrity``: of the blocks chosen by ``reservation``."""
 
 
 class Void(Message, frozen=True, kw_only=True):
@@ -276,6 +289,34 @@ class Failed(Message, frozen=True, kw_only=True):
     reason: Reason
     link_lost: bool = False
     """A call over the link has failed: D is to drop the link, and to make it anew."""
+
+
+class AskSums(Message, frozen=True, kw_only=True):
+    """One rank of D has pulled blocks of a lease, which it has not released, and asks what their
+    checksums are at P."""
+
+    to_cluster: int
+    """P's rank. Another one at the same address has nothing of it."""
+    production: int
+    secret: str
+    number: int
+    """Drawn by D: names the answer, and chooses the blocks of a sample."""
+    spans: Annotated[tuple[BlockSpan, ...], msgspec.Meta(max_length=MAX_GROUPS)]
+    """By KV cache group."""
+
+
+class Sums(Message, frozen=True, kw_only=True):
+    """Says nothing about whether the lease lived; ``ReleaseAck`` does."""
+
+    number: int
+    groups: Annotated[tuple[GroupSums, ...], msgspec.Meta(max_length=MAX_GROUPS)]
+
+
+class NoSums(Message, frozen=True, kw_only=True):
+    """There are none to be had."""
+
+    number: int
+    reason: Reason
 
 
 AnyMessage = (
@@ -301,6 +342,9 @@ AnyMessage = (
     | Done
     | Void
     | Failed
+    | AskSums
+    | Sums
+    | NoSums
 )
 
 

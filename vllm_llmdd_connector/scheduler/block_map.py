@@ -40,6 +40,14 @@ def prompt_blocks(
     )
 
 
+def final_blocks(num_tokens: int, block_sizes: Sequence[int], goes_on: bool) -> tuple[int, ...]:
+    """Per group: leading blocks of a prompt to which nothing is written once they are computed.
+
+    ``goes_on``: P writes behind the prompt, into a last block that is not full.
+    """
+    return tuple(num_tokens // size if goes_on else -(-num_tokens // size) for size in block_sizes)
+
+
 def map_blocks(
     src_block_ids: Sequence[Sequence[int]],
     dst_block_ids: Sequence[Sequence[int]],

@@ -27,6 +27,8 @@ class Prefill:
     num_tokens: int
     count_preemptions: Callable[[], int]
     """vLLM's own count for the request."""
+    num_final: tuple[int, ...] = ()
+    """With ``integrity`` only: see ``block_map.final_blocks``."""
     num_preemptions: int = 0
     """The count when it was last looked at."""
     production: int = 0
@@ -70,9 +72,10 @@ class PrefillSteps:
         transfer_id: str,
         num_tokens: int,
         count_preemptions: Callable[[], int] = lambda: 0,
+        num_final: tuple[int, ...] = (),
     ) -> None:
         """From before the request is first scheduled until ``forget``."""
-        prefill = Prefill(request_id, transfer_id, num_tokens, count_preemptions)
+        prefill = Prefill(request_id, transfer_id, num_tokens, count_preemptions, num_final)
         self._prefills[request_id] = prefill
 
     def forget(self, request_id: str) -> Prefill | None:
@@ -146,6 +149,7 @@ class PrefillSteps:
                     ids[told:] for ids, told in zip(known, prefill.num_told, strict=True)
                 ),
                 end_token=end_token,
+                num_final=prefill.num_final,
             )
         )
         prefill.num_told = [len(ids) for ids in known]

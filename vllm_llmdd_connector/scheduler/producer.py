@@ -23,7 +23,7 @@ from vllm_llmdd_connector.errors import RemoteProtocolError
 from vllm_llmdd_connector.ids import new_secret
 from vllm_llmdd_connector.layout.groups import Group
 from vllm_llmdd_connector.log import get_logger
-from vllm_llmdd_connector.metadata import SentPrompt, StepMessage
+from vllm_llmdd_connector.metadata import LeasedPrompt, SentPrompt, StepMessage
 from vllm_llmdd_connector.metrics import TransferStats
 from vllm_llmdd_connector.params import (
     Ticket,
@@ -32,7 +32,7 @@ from vllm_llmdd_connector.params import (
     transfer_id_of,
     wants_remote_decode,
 )
-from vllm_llmdd_connector.scheduler.block_map import NULL_BLOCK, prompt_blocks
+from vllm_llmdd_connector.scheduler.block_map import NULL_BLOCK, final_blocks, prompt_blocks
 from vllm_llmdd_connector.scheduler.handover import Gate, Handover, HandoverTable
 from vllm_llmdd_connector.scheduler.lease import Lease, LeaseEnd, LeaseTable
 from vllm_llmdd_connector.scheduler.prefill_steps import Prefill, PrefillSteps
@@ -65,8 +65,11 @@ class Producer:
         num_ranks: int,
         clock: Callable[[], float],
         stats: TransferStats,
+        has_drafts: bool = False,
     ) -> None:
+        """``has_drafts``: vLLM decodes speculatively, so a step writes behind its tokens."""
         self._config = config
+        self._has_drafts = has_drafts
         self._engine_id = engine_id
         self._instance = instance
         self._control_port = control_port
@@ -87,6 +90,9 @@ class Producer:
         self._block_pool: BlockPool | None = None
         self._sent_prompts: list[SentPrompt] = []
         self._voids: list[int] = []
+        self._sums = config.integrity != "off"
+        self._leased: list[LeasedPrompt] = []
+        self._unleased: list[int] = []
 
     def allow_push(self) -> None:
         """The workers' engines know reservations."""
@@ -138,6 +144,7 @@ class Producer:
             transfer_id,
             request.num_prompt_tokens,
             lambda: int(request.num_preemptions),
+            self._num_final(request),
         )
 
     def must_wait(self, request: "Request") -> bool:
@@ -197,10 +204,23 @@ class Producer:
         lease = None
         if prefill is None or not self._was_fetched(prefill):
             production = prefill.production if prefill is not None else 0
-            lease = self._lease_of(request.request_id, prompt_id, blocks, production)
+            lease = self._lease_of(
+                request.request_id, prompt_id, blocks, production, self._num_final(request)
+            )
         if prefill is not None:
             self._after_prefill(prefill, lease)
         return False, None if lease is None else self._params(lease, request.num_prompt_tokens)
+
+    def _num_final(self, request: "Request") -> tuple[int, ...]:
+        """Which blocks of a prompt have checksums; empty when none is wanted.
+
+        An answer of one token ends with the step that computes the prompt. A longer one goes on in
+        the last block, with asynchronous scheduling even when vLLM has ended the request already.
+        """
+        if not self._sums:
+            return ()
+        goes_on = self._has_drafts or request.max_tokens != 1
+        return final_blocks(request.num_prompt_tokens, self._block_sizes, goes_on)
 
     def _was_fetched(self, prefill: Prefill) -> bool:
         """Whether D has everything already, and the lease has ended, before vLLM ends the
@@ -217,18 +237,26 @@ class Producer:
             self._sent_prompts.append(sent)
 
     def _lease_of(
-        self, request_id: str, prompt_id: str, blocks: BlockTable, production: int
+        self,
+        request_id: str,
+        prompt_id: str,
+        blocks: BlockTable,
+        production: int,
+        num_final: tuple[int, ...],
     ) -> Lease | None:
         """The lease of a computed prompt: the one it has already, or a new one.
 
-        ``production``: what the workers know the prompt by, 0 if they do not.
+        ``production``: what the workers know the prompt by, 0 if they do not. ``num_final`` as in
+        ``LeasedPrompt``.
         """
         with self.lock:
             handover = self.handovers.of_request(request_id)
             lease = handover.lease if handover is not None else None
             is_wanted = handover is None or not handover.was_dropped
             if lease is None and is_wanted and _has_blocks(blocks):
-                lease = self._open_lease(request_id, prompt_id, blocks, handover, production)
+                lease = self._open_lease(
+                    request_id, prompt_id, blocks, handover, production, num_final
+                )
                 if lease is None:
                     self._log_over_cap(request_id)
             if handover is None or lease is None:
@@ -252,10 +280,11 @@ class Producer:
         blocks: BlockTable,
         handover: Handover | None,
         production: int,
+        num_final: tuple[int, ...],
     ) -> Lease | None:
         """Hold the blocks, unless leases hold too many already; called with the lock.
 
-        ``production`` as for ``_lease_of``.
+        ``production`` and ``num_final`` as for ``_lease_of``.
         """
         held_blocks = tuple(dict.fromkeys(chain.from_iterable(blocks)))
         held_blocks = tuple(block for block in held_blocks if block != NULL_BLOCK)
@@ -274,6 +303,9 @@ class Producer:
                 self.leases.attach(lease, suitor.claim_id, now_s, suitor.ranks_released)
         pool = self._pool
         pool.touch([pool.blocks[block] for block in held_blocks])
+        if self._sums:
+            leased = LeasedPrompt(lease.production, secret, lease.block_ids, num_final)
+            self._leased.append(leased)
         if self._config.kv_digest and handover is None:
             self._sent_prompts.append(SentPrompt(request_id, request_id, blocks))
         self._stats.count("leases_opened")
@@ -336,6 +368,8 @@ class Producer:
             for lease in ended:
                 self.leases.forget(lease)
                 self._end_handover(lease)
+                if self._sums:
+                    self._unleased.append(lease.production)
         for lease in ended:
             # The end of a prompt is worth least to others: it is to be evicted first.
             self._pool.free_blocks([self._pool.blocks[b] for b in reversed(lease.held_blocks)])
@@ -365,6 +399,10 @@ class Producer:
             step.voids, self._voids = self._voids, []
             # The workers apply them first, and would begin such a production anew.
             step.chunks = [c for c in step.chunks if c.production not in step.voids]
+        if self._leased or self._unleased:
+            step.unleased, self._unleased = self._unleased, []
+            step.leased = [p for p in self._leased if p.production not in step.unleased]
+            self._leased = []
         if self._sent_prompts:
             step.sent_prompts, self._sent_prompts = self._sent_prompts, []
 
@@ -387,7 +425,12 @@ class Producer:
             if not handover.was_dropped:
                 blocks, prompt_id = self._followed_blocks(prefill), handover.prompt_hash
                 if self._open_lease(
-                    prefill.request_id, prompt_id, blocks, handover, prefill.production
+                    prefill.request_id,
+                    prompt_id,
+                    blocks,
+                    handover,
+                    prefill.production,
+                    prefill.num_final,
                 ):
                     return
             if any(group.window or group.chunk for group in self._groups):

@@ -95,7 +95,7 @@ class ProducerControl:
             if problem is not None:
                 problem = (
                     f"{problem} (local is the prefill server, peer the decode server); start both "
-                    "with the same model and KV cache options"
+                    "with the same model, KV cache options and integrity"
                 )
         if problem is None:
             return Welcome(

@@ -96,6 +96,7 @@ class SchedulerConnector:
                 vllm_config.parallel_config.tensor_parallel_size,
                 time.monotonic,
                 self._stats,
+                has_drafts=vllm_config.speculative_config is not None,
             )
             self._callers = Callers(
                 config, self._server.port, self._producer, self._stats, self._keys
@@ -131,6 +132,7 @@ class SchedulerConnector:
         fingerprint = Fingerprint(
             protocol_version=PROTOCOL_VERSION,
             groups=ranks[0].groups,
+            integrity=self._config.integrity,
             **model_facts(self._vllm_config),
         )
         can_push = self._config.push and all(rank.can_push for rank in ranks)

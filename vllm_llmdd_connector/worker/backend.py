@@ -139,6 +139,11 @@ def choose_backend(config: ConnectorConfig, kv_caches: Mapping[str, Any]) -> Bac
             raise ConfigError(
                 f"kv_digest reads host memory, but the KV cache is on {device}; leave kv_digest out"
             )
+        if on_npu and config.integrity != "off":
+            raise ConfigError(
+                f"integrity {config.integrity!r} reads host memory, but the KV cache is on "
+                f"{device}; leave integrity out on both servers"
+            )
         module = importlib.import_module(ASCEND_BACKEND)
         return cast(Backend, module.AscendBackend(config, device))
     if device.type != "cpu":

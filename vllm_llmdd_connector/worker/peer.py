@@ -19,8 +19,11 @@ from typing import Any
 from vllm_llmdd_connector.control.channel import Dialer, Sleeper
 from vllm_llmdd_connector.control.messages import (
     AnyMessage,
+    Done,
+    NoSums,
     Release,
     ReleaseAck,
+    Sums,
     Unknown,
     WorkerEndpoint,
 )
@@ -33,6 +36,7 @@ from vllm_llmdd_connector.worker.backend import Fence
 from vllm_llmdd_connector.worker.peer_link import PeerContext, PeerLink, quiet_peer
 from vllm_llmdd_connector.worker.receive import Receive, Receiver
 from vllm_llmdd_connector.worker.releases import Answer, PendingRelease, Releases
+from vllm_llmdd_connector.worker.verify import PullChecks
 
 logger = get_logger(__name__)
 
@@ -78,6 +82,10 @@ class PeerThread:
         self._unreported: dict[str, _Transfer] = {}
         self._unwanted: deque[tuple[str, str]] = deque()
         self._releases = Releases()
+        self._checks: PullChecks | None = None
+        if context.verifier is not None:
+            limit = context.config.within("request_timeout_s")
+            self._checks = PullChecks(context.verifier, endpoint.cluster_id, limit)
         self._link = PeerLink(context.engine, endpoint, context.stats)
         self._receiver = Receiver(
             context.engine,
@@ -170,6 +178,8 @@ class PeerThread:
                     return source.loss
             now_s = time.monotonic()
             self._releases.check(dialer, now_s)
+            if self._checks is not None:
+                self._checks.check(self._worker_dialer, now_s)
             while self._unwanted:
                 self._drop(*self._unwanted.popleft())
             if self._stopping:
@@ -218,6 +228,8 @@ class PeerThread:
     def _timeout_ms(self) -> int:
         unused_s = self.used_s + PEER_IDLE_S
         due_s = min(self._releases.next_event_s(), self._receiver.next_event_s(), unused_s)
+        if self._checks is not None:
+            due_s = min(due_s, self._checks.next_event_s())
         if self._queue and not self._stopping:
             due_s = min(due_s, self._next_turn_s())
         return max(0, int((due_s - time.monotonic()) * 1000) + 1)
@@ -236,7 +248,7 @@ class PeerThread:
                 self._fail(queued, "link", str(error))
             return
         if isinstance(transfer.job, PullJob):
-            self._pull(transfer, transfer.job, dialer)
+            self._pull(transfer, transfer.job, dialer, stack)
         else:
             self._reserve(transfer, transfer.job, dialer, stack)
 
@@ -252,12 +264,14 @@ class PeerThread:
         return None
 
     def _drop(self, request_id: str, reason: str) -> None:
-        """A request is not wanted any more, whether it is queued or being pushed; a pull under way
-        ends by itself."""
+        """A request is not wanted any more, whether it is queued, being pushed or compared; a copy
+        under way ends by itself."""
         for transfer in list(self._queue):
             if transfer.job.request_id == request_id:
                 self._queue.remove(transfer)
                 self._fail(transfer, "queue", reason)
+        if self._checks is not None:
+            self._checks.give_up(request_id, reason)
         self._receiver.give_up(request_id, reason, self._worker_dialer, time.monotonic())
 
     def _take_queue(self) -> list[_Transfer]:
@@ -286,15 +300,29 @@ class PeerThread:
             self._worker_dialer = stack.enter_context(closing(self._dial(address)))
         return self._worker_dialer
 
-    # Pull: D copies, then P confirms.
+    # Pull: D copies, compares if it is to, then P confirms.
 
-    def _pull(self, transfer: _Transfer, job: PullJob, dialer: Dialer) -> None:
+    def _pull(self, transfer: _Transfer, job: PullJob, dialer: Dialer, stack: ExitStack) -> None:
         try:
             self._copy(transfer, job)
         except TransferError as error:
             self._link.drop()
             self._fail(transfer, "transfer", str(error))
             return
+        if self._checks is None:
+            self._release_pull(transfer, job, dialer)
+            return
+        transfer.stage = "integrity"
+        on_verdict = partial(self._on_compared, transfer, job, dialer)
+        self._checks.begin(job, transfer.deadline_s, on_verdict, self._dial_worker(stack))
+
+    def _on_compared(self, transfer: _Transfer, job: PullJob, dialer: Dialer, problem: str) -> None:
+        if problem:
+            self._fail(transfer, "integrity", problem)
+        else:
+            self._release_pull(transfer, job, dialer)
+
+    def _release_pull(self, transfer: _Transfer, job: PullJob, dialer: Dialer) -> None:
         now_s = time.monotonic()
         transfer.stage = "release"
         limit_s = now_s + self._context.config.release_timeout_s
@@ -361,13 +389,16 @@ class PeerThread:
             reason = f"{reason}; the limit is request_timeout_s"
         self._fail(transfer, "push", one_line(reason))
 
-    def _on_pushed(
-        self, transfer: _Transfer, job: ReceiveJob, dialer: Dialer, production: int
-    ) -> None:
+    def _on_pushed(self, transfer: _Transfer, job: ReceiveJob, dialer: Dialer, done: Done) -> None:
+        if self._context.verifier is not None:
+            problem = self._context.verifier.verify(job, done.reservation, done.sums)
+            if problem:
+                self._fail(transfer, "integrity", problem)
+                return
         self._succeed(transfer)
         deadline_s = time.monotonic() + self._context.config.release_timeout_s
         on_answer = partial(_log_late_release, job.request_id)
-        self._release(job, production, job.transfer_id, deadline_s, on_answer, dialer)
+        self._release(job, done.production, job.transfer_id, deadline_s, on_answer, dialer)
 
     # Both
 
@@ -404,6 +435,8 @@ class PeerThread:
                 self._releases.on_ack(message)
             case Unknown():
                 self._releases.end_session(message.session)
+            case Sums() | NoSums() if self._checks is not None:
+                self._checks.on_message(message)
             case _ if source is self._worker_dialer:
                 self._receiver.on_message(message, source, time.monotonic())
 

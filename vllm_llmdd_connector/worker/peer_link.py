@@ -18,6 +18,7 @@ from vllm_llmdd_connector.trace.recorder import NO_TRACE, Trace
 from vllm_llmdd_connector.worker.completion import Completions
 from vllm_llmdd_connector.worker.digest import DigestLog
 from vllm_llmdd_connector.worker.receive import ReserveEngine
+from vllm_llmdd_connector.worker.verify import Verifier
 
 logger = get_logger(__name__)
 
@@ -51,6 +52,8 @@ class PeerContext:
     tp_rank: int
     trace: Trace = NO_TRACE
     keys: KeySet | None = None
+    verifier: Verifier | None = None
+    """With option ``integrity``."""
 
     @property
     def cancel_timeout_s(self) -> float:

@@ -36,6 +36,7 @@ from vllm_llmdd_connector.worker.dispatch import Dispatcher, WriteEngine
 from vllm_llmdd_connector.worker.layer_events import LayerEvents
 from vllm_llmdd_connector.worker.push_piece import Piece, named, names_of
 from vllm_llmdd_connector.worker.push_plan import Order, PushPlan, Reply, Reservation
+from vllm_llmdd_connector.worker.push_sums import PushSums
 from vllm_llmdd_connector.worker.senders import SendEngine, Senders
 from vllm_llmdd_connector.worker.step_fences import Fences
 
@@ -71,8 +72,11 @@ class Pusher:
         clock: Callable[[], float],
         stats: TransferStats,
         trace: Trace = NO_TRACE,
+        sums: PushSums | None = None,
     ) -> None:
+        """With ``sums`` D is told checksums of what it is sent."""
         self._trace = trace
+        self._sums = sums
         self._engine = engine
         self._plans = list(plans)
         self._clock = clock
@@ -93,6 +97,8 @@ class Pusher:
             self._carrier = Dispatcher(engine, self._events, fences, self, changed)
         # Called for each layer of a forward, so without a frame of its own.
         self.layer_computed = self._events.computed
+        if sums is not None:
+            self.layer_computed = self._computed_and_summed
 
     @property
     def num_under_way(self) -> int:
@@ -119,6 +125,8 @@ class Pusher:
                 for reservation in self._plan.void_step(self._events.generation):
                     self.fail(reservation, _NEVER_ENDED)
             self._events.begin()
+            if self._sums is not None:
+                self._sums.events.begin()
             for chunk in chunks:
                 for order in self._plan.advance(chunk, self._events.generation):
                     self._begin(order)
@@ -129,6 +137,14 @@ class Pusher:
             with self._lock:
                 self._events.end()
                 self._carrier.step_ended()
+                if self._sums is not None:
+                    self._sums.events.end()
+
+    def _computed_and_summed(self, layer_name: str) -> None:
+        """``layer_computed`` with checksums."""
+        assert self._sums is not None
+        self._events.computed(layer_name)
+        self._sums.events.computed(layer_name)
 
     def close(self) -> None:
         """Start nothing more. Afterwards the engine may be closed, which ends what is under way."""
@@ -226,6 +242,8 @@ class Pusher:
             if plan.group_index == order.group_index
         ]
         order.num_left = len(pieces)
+        if self._sums is not None:
+            order.num_left += self._sums.start(order, lambda: self._summed(order))
         for piece in pieces:
             if self._trace is not NO_TRACE:
                 self._trace.event("queued", **named(piece))
@@ -262,6 +280,35 @@ class Pusher:
             lambda other: other is reservation, lambda: reservation.reply(last_word)
         )
 
+    def _part_ended(self, order: Order) -> None:
+        """One transfer of an order, or the checksums of one cache, are there."""
+        reservation = order.reservation
+        order.num_left -= 1
+        if not order.num_left:
+            reservation.num_open -= 1
+        if not self._plan.is_done(reservation):
+            return
+        reservation.is_over = True
+        message = reservation.message
+        self._trace.event("done", **names_of(reservation))
+        reservation.reply(
+            Done(
+                transfer_id=message.transfer_id,
+                reservation=message.reservation,
+                production=reservation.production,
+                sums=() if self._sums is None else self._sums.result(reservation),
+            )
+        )
+        self._stats.count("sent_requests")
+        self._stats.count("sent_bytes", reservation.num_bytes)
+        self._stats.observe("push_seconds", self._clock() - reservation.opened_s)
+
+    # The sum thread
+
+    def _summed(self, order: Order) -> None:
+        with self._lock:
+            self._part_ended(order)
+
     # A carrier's thread
 
     def ended(self, piece: Piece, status: str) -> None:
@@ -278,25 +325,8 @@ class Pusher:
                 self.fail(reservation, reason, link_lost=status.startswith(_LINK_LOST))
                 return
             reservation.num_bytes += piece.num_bytes
-            order.num_left -= 1
-            if not order.num_left:
-                reservation.num_open -= 1
             self._stats.count("sent_transfers")
-            if not self._plan.is_done(reservation):
-                return
-            reservation.is_over = True
-            message = reservation.message
-            self._trace.event("done", **names_of(reservation))
-            reservation.reply(
-                Done(
-                    transfer_id=message.transfer_id,
-                    reservation=message.reservation,
-                    production=reservation.production,
-                )
-            )
-        self._stats.count("sent_requests")
-        self._stats.count("sent_bytes", reservation.num_bytes)
-        self._stats.observe("push_seconds", self._clock() - reservation.opened_s)
+            self._part_ended(order)
 
     def record(self, piece: Piece) -> None:
         """A transfer has ended; after ``ended``, so that D does not wait for it."""

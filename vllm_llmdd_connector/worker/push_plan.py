@@ -34,8 +34,12 @@ class Reservation:
     production: int = 0
     """What it is being sent; 0 until the prompt is known."""
     num_open: int = 0
-    """Orders whose transfers have not ended."""
+    """Orders of which something has not ended."""
     num_bytes: int = 0
+    num_final: tuple[int, ...] = ()
+    """Of the prompt, once it is known; see ``block_map.final_blocks``."""
+    sums: dict[tuple[int, int], int] = field(default_factory=dict)
+    """Checksums by KV cache group and position in the prompt, as far as they are computed."""
     is_over: bool = False
     """Done, void, failed or cancelled: nothing of it counts any more."""
 
@@ -60,7 +64,8 @@ class Order:
     generation: int
     """The step that computes them, or ``SETTLED``."""
     num_left: int = 0
-    """Transfers of it that have not ended, one per cache of the group."""
+    """Transfers of it that have not ended, one per cache of the group, and with ``integrity`` their
+    checksums."""
 
 
 @dataclass(slots=True)
@@ -75,6 +80,7 @@ class _Prefill:
     starts: list[int]
     """Per group, number of blocks that were whole before it."""
     generation: int
+    num_final: tuple[int, ...] = ()
     is_lost: bool = False
     """A step that should have computed blocks of it never ended: nothing more is sent."""
     reservations: dict[int, Reservation] = field(default_factory=dict)
@@ -195,6 +201,7 @@ class PushPlan:
             [0] * num_groups,
             [0] * num_groups,
             SETTLED,
+            chunk.num_final,
         )
         self._by_transfer[chunk.transfer_id] = prefill
         self._transfer_of[chunk.production] = chunk.transfer_id
@@ -219,6 +226,7 @@ class PushPlan:
     def _attach(self, prefill: _Prefill, reservation: Reservation) -> list[Order]:
         prefill.reservations[reservation.message.reservation] = reservation
         reservation.production = prefill.production
+        reservation.num_final = prefill.num_final
         return list(self._orders(prefill, reservation))
 
     def _orders(self, prefill: _Prefill, reservation: Reservation) -> Iterator[Order]:

@@ -57,8 +57,8 @@ class Receive:
     job: ReceiveJob
     deadline_s: float
     """Of the last block; once the request is given up, of P's answer to that."""
-    on_done: Callable[[int], None]
-    """Told P's production: every block is there, and no push can change one any more."""
+    on_done: Callable[[Done], None]
+    """Told P's last word: every block is there, and no push can change one any more."""
     on_failed: Callable[[str], None]
     """Told the reason: the blocks are not valid, and no push can change one any more."""
     on_reserved: Callable[[int], None] = lambda reservation: None
@@ -118,7 +118,7 @@ class Receiver:
                 self._fail(receive, receive.given_up)
             case Done():
                 self._end(receive)
-                receive.on_done(message.production)
+                receive.on_done(message)
             case Void():
                 self._close(receive)
                 self._reserve(receive, dialer)

@@ -12,8 +12,15 @@ from typing import TYPE_CHECKING, Any
 from vllm_llmdd_connector.config import ConnectorConfig
 from vllm_llmdd_connector.control.channel import Server, new_context
 from vllm_llmdd_connector.control.keys import load_key_set
-from vllm_llmdd_connector.control.messages import WorkerEndpoint
-from vllm_llmdd_connector.errors import ConfigError
+from vllm_llmdd_connector.control.messages import (
+    AnyMessage,
+    AskSums,
+    CancelAck,
+    CancelAll,
+    Message,
+    WorkerEndpoint,
+)
+from vllm_llmdd_connector.errors import ConfigError, RemoteProtocolError
 from vllm_llmdd_connector.ids import cluster_id, new_instance
 from vllm_llmdd_connector.layout.groups import Group, transfer_groups
 from vllm_llmdd_connector.layout.kv_layout import CachePlan, group_geometry, plan_caches
@@ -28,14 +35,19 @@ from vllm_llmdd_connector.metadata import (
 from vllm_llmdd_connector.metrics import LlmddStats, TransferStats
 from vllm_llmdd_connector.trace.recorder import NO_TRACE, Recorder, Trace, open_trace
 from vllm_llmdd_connector.worker.backend import Fence, choose_backend
+from vllm_llmdd_connector.worker.checksum import BlockReader
 from vllm_llmdd_connector.worker.completion import Completions, Drained
 from vllm_llmdd_connector.worker.digest import DigestLog
 from vllm_llmdd_connector.worker.engine import DataDistEngine
+from vllm_llmdd_connector.worker.lease_sums import LeaseSums
 from vllm_llmdd_connector.worker.peer import PeerThread
 from vllm_llmdd_connector.worker.peer_link import PeerContext
 from vllm_llmdd_connector.worker.peers import Peer, Peers
 from vllm_llmdd_connector.worker.push import Pusher
+from vllm_llmdd_connector.worker.push_sums import PushSums
 from vllm_llmdd_connector.worker.step_trace import StepTrace, cache_facts
+from vllm_llmdd_connector.worker.sum_thread import SumThread
+from vllm_llmdd_connector.worker.verify import Verifier
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -80,6 +92,8 @@ class WorkerConnector:
         self._trace: Trace = NO_TRACE
         self._steps: StepTrace | None = None
         self._server: Server | None = None
+        self._sum_thread: SumThread | None = None
+        self._lease_sums: LeaseSums | None = None
         self._failed: dict[str, str] = {}
         self._failed_blocks: set[int] = set()
 
@@ -106,8 +120,9 @@ class WorkerConnector:
             self._config, backend, own_cluster, self._plans, self._is_producer
         )
         self._start_trace(own_cluster)
-        if self._is_producer and self._config.push and self._engine.can_push:
-            self._start_pusher(self._engine)
+        reader = BlockReader(self._plans) if self._config.integrity != "off" else None
+        if self._is_producer:
+            self._start_sending(self._engine, reader)
         self._handshake = WorkerHandshake(
             tp_rank=self._tp_rank,
             endpoint=self._endpoint(self._engine) if self._is_producer else None,
@@ -130,6 +145,7 @@ class WorkerConnector:
             tp_rank=self._tp_rank,
             trace=self._trace,
             keys=self._keys,
+            verifier=None if reader is None else self._verifier(reader),
         )
         self._log_registration(own_cluster)
 
@@ -141,6 +157,8 @@ class WorkerConnector:
         """Blocks that the step may overwrite are not to be sent any more; before anything else."""
         if step.voids and self._pusher is not None:
             self._pusher.void(step.voids)
+        if self._lease_sums is not None:
+            self._lease_sums.update(step.leased, step.unleased)
 
     def bind(self, step: StepMessage) -> None:
         """Take over a step's orders; before its forward."""
@@ -210,6 +228,8 @@ class WorkerConnector:
             self._server.close()
         if self._pusher is not None:
             self._pusher.close()
+        if self._sum_thread is not None:
+            self._sum_thread.close()
         if self._engine is not None:
             self._engine.close()
             self._engine = None
@@ -242,11 +262,36 @@ class WorkerConnector:
             # The hook itself is exchanged, so that it asks nothing while tracing is off.
             self.layer_computed = self._traced_layer_computed  # type: ignore[method-assign]
 
-    def _start_pusher(self, engine: DataDistEngine) -> None:
-        block_sizes = [group.block_size for group in self._groups]
-        self._pusher = Pusher(
-            engine, self._plans, block_sizes, time.monotonic, self._stats, self._trace
+    def _verifier(self, reader: BlockReader) -> Verifier:
+        return Verifier(
+            self._plans,
+            self._config.integrity,
+            reader,
+            self._stats,
+            self._completions.is_cancelled,
         )
+
+    def _start_sending(self, engine: DataDistEngine, reader: BlockReader | None) -> None:
+        """What answers D's workers: pushes, and with ``reader`` checksums."""
+        push_sums: PushSums | None = None
+        if reader is not None:
+            policy, thread = self._config.integrity, SumThread(reader)
+            self._sum_thread = thread
+            self._lease_sums = LeaseSums(self._plans, policy, thread, engine.cluster_id)
+            push_sums = PushSums(self._plans, policy, thread)
+        if self._config.push and engine.can_push:
+            block_sizes = [group.block_size for group in self._groups]
+            self._pusher = Pusher(
+                engine,
+                self._plans,
+                block_sizes,
+                time.monotonic,
+                self._stats,
+                self._trace,
+                push_sums,
+            )
+        if self._pusher is None and self._lease_sums is None:
+            return
         self._server = Server(
             "llmdd-worker-control",
             self._config.host,
@@ -254,7 +299,18 @@ class WorkerConnector:
             lambda: self._stats.count("junk_messages"),
             self._keys,
         )
-        self._server.start(self._pusher.handle)
+        self._server.start(self._on_message)
+
+    def _on_message(self, message: AnyMessage, reply: Callable[[Message], None]) -> None:
+        """Control thread: what a D's worker says."""
+        if isinstance(message, AskSums) and self._lease_sums is not None:
+            self._lease_sums.handle(message, reply)
+        elif self._pusher is not None:
+            self._pusher.handle(message, reply)
+        elif isinstance(message, CancelAll):
+            reply(CancelAck())  # before a link, where D's engine has no reservations
+        else:
+            raise RemoteProtocolError(f"{type(message).__name__} is not for this prefill worker")
 
     def _give_up(self, request_id: str, reason: str) -> None:
         if not reason:
