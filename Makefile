@@ -100,6 +100,7 @@ bench: ## the benchmarks: JSON lines on stdout, tables on stderr (30 min)
 	@$(BIN)/python benchmarks/bench_datadist.py
 	@$(BIN)/python benchmarks/bench_layer_overlap.py
 	@$(BIN)/python benchmarks/bench_layer_overlap.py --compute hold
+	@$(BIN)/python benchmarks/bench_integrity.py
 	@$(BIN)/python benchmarks/bench_servers.py
 
 clean: ## remove build products and caches of tools; keeps .venv and .cache
