@@ -13,9 +13,9 @@ from world_verdict import Verdict
 
 from vllm_llmdd_connector.scheduler.lease import LeaseTable
 from vllm_llmdd_connector.worker.completion import Completions
-from vllm_llmdd_connector.worker.peer import PeerThread
 from vllm_llmdd_connector.worker.push_plan import PushPlan
 from vllm_llmdd_connector.worker.receive import Receiver
+from vllm_llmdd_connector.worker.releases import Releases
 
 Simulate = Callable[..., Verdict]
 SMALL: dict[str, Any] = {
@@ -76,7 +76,7 @@ def test_blocks_of_ended_leases_that_p_keeps(
 
 
 def test_a_release_that_is_never_sent(simulate: Simulate, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(PeerThread, "_release", lambda self, *args: None)
+    monkeypatch.setattr(Releases, "start", lambda self, *args: None)
     verdict = simulate("noticed:4", 20, flows=("push",), faults=(), abort_chance=0.0, **SMALL)
     assert any("leases_expired" in text for text in verdict.errors)
 

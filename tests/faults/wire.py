@@ -17,7 +17,7 @@ import pytest
 from vllm_llmdd_connector.control import session
 from vllm_llmdd_connector.control.channel import Dialer, Server, Sleeper
 from vllm_llmdd_connector.control.messages import AnyMessage, decode, encode
-from vllm_llmdd_connector.worker import peer, releases
+from vllm_llmdd_connector.worker import peer, pull, releases, reports
 
 RESEND_S = 0.05
 
@@ -64,8 +64,9 @@ class Wire:
         self._lock = threading.Lock()
         self._install(monkeypatch)
         d_time = SimpleNamespace(monotonic=self.d_clock, monotonic_ns=time.monotonic_ns)
-        monkeypatch.setattr(peer, "time", d_time)
-        for module in (session, peer, releases):
+        for module in (peer, pull, reports):
+            monkeypatch.setattr(module, "time", d_time)
+        for module in (session, pull, releases):
             monkeypatch.setattr(module, "RESEND_S", RESEND_S)
 
     def let(self, kind: type[Any], fault: Fault) -> None:

@@ -14,13 +14,13 @@ from fakes.puller import TP_RANK, Puller, make_job
 from vllm_llmdd_connector.control.messages import Release, Unknown, encode
 from vllm_llmdd_connector.errors import LinkError, TransferError, TransferTimeout
 from vllm_llmdd_connector.scheduler.block_map import GroupBlocks
-from vllm_llmdd_connector.worker import peer as peer_module
+from vllm_llmdd_connector.worker import pull as pull_module
 from vllm_llmdd_connector.worker import releases as releases_module
 
 
 @pytest.fixture(autouse=True)
 def _short_resend(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (peer_module, releases_module):
+    for module in (pull_module, releases_module):
         monkeypatch.setattr(module, "RESEND_S", 0.02)
 
 

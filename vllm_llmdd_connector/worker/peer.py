@@ -10,56 +10,36 @@ the next job is served.
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from vllm_llmdd_connector.control.channel import Dialer, Sleeper
 from vllm_llmdd_connector.control.messages import (
     AnyMessage,
     Done,
     NoSums,
-    Release,
     ReleaseAck,
     Sums,
     Unknown,
     WorkerEndpoint,
 )
-from vllm_llmdd_connector.deadlines import PEER_IDLE_S, RESEND_S
-from vllm_llmdd_connector.errors import LinkError, TransferError
-from vllm_llmdd_connector.layout.kv_layout import CachePlan
+from vllm_llmdd_connector.deadlines import PEER_IDLE_S
+from vllm_llmdd_connector.errors import LinkError
 from vllm_llmdd_connector.log import get_logger, one_line
 from vllm_llmdd_connector.metadata import Job, PullJob, ReceiveJob
 from vllm_llmdd_connector.worker.backend import Fence
 from vllm_llmdd_connector.worker.peer_link import PeerContext, PeerLink, quiet_peer
+from vllm_llmdd_connector.worker.pull import Pulls, release_of
 from vllm_llmdd_connector.worker.receive import Receive, Receiver
 from vllm_llmdd_connector.worker.releases import Answer, PendingRelease, Releases
+from vllm_llmdd_connector.worker.reports import Reports, Transfer, names_of
 from vllm_llmdd_connector.worker.verify import PullChecks
 
 logger = get_logger(__name__)
 
 _SHUTTING_DOWN = "the worker is shutting down"
 _UNUSED = "it was not used any more"
-_NOT_HELD = {
-    Answer.GIVEN_UP: (
-        "P had given the blocks up before they were read (its lease expired); raise lease_s or "
-        "reduce D's queue"
-    ),
-    Answer.RESTARTED: "P was restarted while its blocks were read",
-    Answer.NONE: "P did not confirm in time that it still held the blocks",
-}
-
-
-@dataclass(slots=True)
-class _Transfer:
-    job: Job
-    fence: Fence | None
-    started_s: float
-    deadline_s: float
-    stage: str = "link"
-    """Where it fails if the peer is lost now."""
 
 
 class PeerThread:
@@ -76,10 +56,10 @@ class PeerThread:
         self.endpoint = endpoint
         self._control_address = control_address
         self._on_end = on_end
-        self._queue: deque[_Transfer] = deque()
+        self._queue: deque[Transfer] = deque()
         # Every job that is not reported yet, by request id: whatever ends the thread, these are
         # failed.
-        self._unreported: dict[str, _Transfer] = {}
+        self._unreported: dict[str, Transfer] = {}
         self._unwanted: deque[tuple[str, str]] = deque()
         self._releases = Releases()
         self._checks: PullChecks | None = None
@@ -94,6 +74,8 @@ class PeerThread:
             context.cancel_timeout_s,
             self._link,
         )
+        self._reports = Reports(context, endpoint, self._forget)
+        self._pulls = Pulls(context, self._link, self._reports, self._releases, self._checks)
         self._worker_dialer: Dialer | None = None
         self._sleeper = Sleeper()
         self._lock = threading.Lock()
@@ -119,7 +101,7 @@ class PeerThread:
         with self._lock:
             if self._ended:
                 return False
-            transfer = _Transfer(job, fence, now_s, now_s + job.timeout_s)
+            transfer = Transfer(job, fence, now_s, now_s + job.timeout_s)
             self._unreported[job.request_id] = transfer
             self._queue.append(transfer)
             self.used_s = now_s
@@ -238,21 +220,21 @@ class PeerThread:
         transfer = self._queue.popleft()
         refusal = self._refusal(transfer)
         if refusal is not None:
-            self._fail(transfer, *refusal)
+            self._reports.fail(transfer, *refusal)
             return
         try:
             self._make_link(stack)
         except LinkError as error:
             # What is queued behind it would wait for the same link.
             for queued in [transfer, *self._take_queue()]:
-                self._fail(queued, "link", str(error))
+                self._reports.fail(queued, "link", str(error))
             return
         if isinstance(transfer.job, PullJob):
-            self._pull(transfer, transfer.job, dialer, stack)
+            self._pulls.begin(transfer, transfer.job, dialer, partial(self._dial_worker, stack))
         else:
             self._reserve(transfer, transfer.job, dialer, stack)
 
-    def _refusal(self, transfer: _Transfer) -> tuple[str, str] | None:
+    def _refusal(self, transfer: Transfer) -> tuple[str, str] | None:
         """Stage and reason why a job is not even tried, or None."""
         if self._context.completions.is_cancelled(transfer.job.request_id):
             return "queue", "aborted"
@@ -269,13 +251,13 @@ class PeerThread:
         for transfer in list(self._queue):
             if transfer.job.request_id == request_id:
                 self._queue.remove(transfer)
-                self._fail(transfer, "queue", reason)
+                self._reports.fail(transfer, "queue", reason)
         if self._checks is not None:
             self._checks.give_up(request_id, reason)
         self._receiver.give_up(request_id, reason, self._worker_dialer, time.monotonic())
 
-    def _take_queue(self) -> list[_Transfer]:
-        taken: list[_Transfer] = []
+    def _take_queue(self) -> list[Transfer]:
+        taken: list[Transfer] = []
         while self._queue:
             taken.append(self._queue.popleft())
         return taken
@@ -300,73 +282,10 @@ class PeerThread:
             self._worker_dialer = stack.enter_context(closing(self._dial(address)))
         return self._worker_dialer
 
-    # Pull: D copies, compares if it is to, then P confirms.
-
-    def _pull(self, transfer: _Transfer, job: PullJob, dialer: Dialer, stack: ExitStack) -> None:
-        try:
-            self._copy(transfer, job)
-        except TransferError as error:
-            self._link.drop()
-            self._fail(transfer, "transfer", str(error))
-            return
-        if self._checks is None:
-            self._release_pull(transfer, job, dialer)
-            return
-        transfer.stage = "integrity"
-        on_verdict = partial(self._on_compared, transfer, job, dialer)
-        self._checks.begin(job, transfer.deadline_s, on_verdict, self._dial_worker(stack))
-
-    def _on_compared(self, transfer: _Transfer, job: PullJob, dialer: Dialer, problem: str) -> None:
-        if problem:
-            self._fail(transfer, "integrity", problem)
-        else:
-            self._release_pull(transfer, job, dialer)
-
-    def _release_pull(self, transfer: _Transfer, job: PullJob, dialer: Dialer) -> None:
-        now_s = time.monotonic()
-        transfer.stage = "release"
-        limit_s = now_s + self._context.config.release_timeout_s
-        deadline_s = max(min(limit_s, transfer.deadline_s), now_s + RESEND_S)
-        on_answer = partial(self._on_pull_confirmed, transfer, now_s)
-        self._release(job, job.production, job.secret, deadline_s, on_answer, dialer)
-
-    def _copy(self, transfer: _Transfer, job: PullJob) -> None:
-        """All caches of one request; the engine copies without the GIL."""
-        if transfer.fence is not None:
-            transfer.fence.wait()
-        started_s = time.monotonic()
-        for plan in self._context.plans:
-            group = job.groups[plan.group_index]
-            if group.dst_blocks:
-                begin_ns = time.monotonic_ns()
-                self._context.engine.pull(
-                    self.endpoint.cluster_id, plan, group.src_blocks, group.dst_blocks
-                )
-                self._context.stats.count("recv_transfers")
-                self._context.trace.span(
-                    "pull",
-                    begin_ns,
-                    time.monotonic_ns(),
-                    **_names_of(job),
-                    cache=plan.model_id,
-                    layer_bytes=len(group.dst_blocks) * plan.block_len,
-                )
-        self._context.stats.observe("pull_seconds", time.monotonic() - started_s)
-
-    def _on_pull_confirmed(self, transfer: _Transfer, released_s: float, answer: Answer) -> None:
-        if answer is Answer.HELD:
-            self._context.stats.observe("release_seconds", time.monotonic() - released_s)
-            self._succeed(transfer)
-        else:
-            reason = _NOT_HELD[answer]
-            if answer is Answer.NONE:
-                reason = f"{reason}: {self._context.config.within('release_timeout_s')}"
-            self._fail(transfer, "release", reason)
-
     # Push: D reserves, P sends and confirms, D lets P use its blocks again.
 
     def _reserve(
-        self, transfer: _Transfer, job: ReceiveJob, dialer: Dialer, stack: ExitStack
+        self, transfer: Transfer, job: ReceiveJob, dialer: Dialer, stack: ExitStack
     ) -> None:
         if transfer.fence is not None:
             transfer.fence.wait()
@@ -382,45 +301,29 @@ class PeerThread:
         self._receiver.begin(receive, worker_dialer)
 
     def _on_reserved(self, job: ReceiveJob, reservation: int) -> None:
-        self._context.trace.event("reserve", **_names_of(job), reservation=f"{reservation:x}")
+        self._context.trace.event("reserve", **names_of(job), reservation=f"{reservation:x}")
 
-    def _on_push_failed(self, transfer: _Transfer, reason: str) -> None:
+    def _on_push_failed(self, transfer: Transfer, reason: str) -> None:
         if time.monotonic() >= transfer.deadline_s:
             reason = f"{reason}; the limit is request_timeout_s"
-        self._fail(transfer, "push", one_line(reason))
+        self._reports.fail(transfer, "push", one_line(reason))
 
-    def _on_pushed(self, transfer: _Transfer, job: ReceiveJob, dialer: Dialer, done: Done) -> None:
+    def _on_pushed(self, transfer: Transfer, job: ReceiveJob, dialer: Dialer, done: Done) -> None:
         if self._context.verifier is not None:
             problem = self._context.verifier.verify(job, done.reservation, done.sums)
             if problem:
-                self._fail(transfer, "integrity", problem)
+                self._reports.fail(transfer, "integrity", problem)
                 return
-        self._succeed(transfer)
-        deadline_s = time.monotonic() + self._context.config.release_timeout_s
+        self._reports.succeed(transfer)
+        now_s = time.monotonic()
+        deadline_s = now_s + self._context.config.release_timeout_s
         on_answer = partial(_log_late_release, job.request_id)
-        self._release(job, done.production, job.transfer_id, deadline_s, on_answer, dialer)
+        self._context.trace.event("release", **names_of(job))
+        message = release_of(job, self._context.tp_rank, done.production, job.transfer_id)
+        self._releases.start(PendingRelease(message, deadline_s, on_answer), dialer, now_s)
 
-    # Both
-
-    def _release(
-        self,
-        job: Job,
-        production: int,
-        secret: str,
-        deadline_s: float,
-        on_answer: Callable[[Answer], None],
-        dialer: Dialer,
-    ) -> None:
-        self._context.trace.event("release", **_names_of(job))
-        message = Release(
-            session=job.session,
-            claim_id=job.claim_id,
-            rank=self._context.tp_rank,
-            production=production,
-            secret=secret,
-        )
-        release = PendingRelease(message, deadline_s, on_answer)
-        self._releases.start(release, dialer, time.monotonic())
+    def _forget(self, request_id: str) -> None:
+        self._unreported.pop(request_id, None)
 
     def _receive(self, source: Dialer) -> None:
         messages, num_junk = source.receive()
@@ -440,46 +343,6 @@ class PeerThread:
             case _ if source is self._worker_dialer:
                 self._receiver.on_message(message, source, time.monotonic())
 
-    def _succeed(self, transfer: _Transfer) -> None:
-        context, job = self._context, transfer.job
-        context.trace.event("arrival", **_names_of(job))
-        num_bytes = num_blocks = 0
-        for plan, dst_blocks, first in self._arrived(job):
-            num_bytes += len(dst_blocks) * plan.block_len * len(plan.regions)
-            if context.digests is not None:
-                context.digests.write(
-                    "recv", job.request_id, job.transfer_id, plan, first, dst_blocks
-                )
-        num_blocks = sum(len(group.dst_blocks) for group in job.groups)
-        context.stats.count("recv_bytes", num_bytes)
-        context.stats.count("recv_blocks", num_blocks)
-        context.stats.observe("recv_seconds", time.monotonic() - transfer.started_s)
-        context.stats.count("recv_requests")
-        self._unreported.pop(job.request_id, None)
-        context.completions.succeed(job.request_id)
-
-    def _arrived(self, job: Job) -> Iterator[tuple[CachePlan, list[int], int]]:
-        for plan in self._context.plans:
-            group = job.groups[plan.group_index]
-            if group.dst_blocks:
-                yield plan, group.dst_blocks, group.first_position
-
-    def _fail(self, transfer: _Transfer, stage: str, reason: str) -> None:
-        job = transfer.job
-        self._unreported.pop(job.request_id, None)
-        self._context.trace.event("failed", **_names_of(job), stage=stage, reason=reason)
-        if not self._context.completions.is_cancelled(job.request_id):
-            self._context.stats.count_failure(stage)
-            logger.error(
-                "request %s: stage %s failed, prefill server %s, cluster %x: %s",
-                job.request_id,
-                stage,
-                self.endpoint.host,
-                self.endpoint.cluster_id,
-                reason,
-            )
-        self._context.completions.fail(job.request_id, f"{stage}: {reason}")
-
     def _end(self, reason: str) -> None:
         """Nobody waits for ever: what is left is failed, the link dropped."""
         # Before anything is reported, because P may write into it; and before this has ended,
@@ -489,14 +352,10 @@ class PeerThread:
         with self._lock:
             self._ended = True
         for transfer in list(self._unreported.values()):
-            self._fail(transfer, transfer.stage, reason)
+            self._reports.fail(transfer, transfer.stage, reason)
         self._sleeper.close()
         logger.debug("peer %x: thread ended: %s", self.endpoint.cluster_id, reason)
         self._on_end(self)
-
-
-def _names_of(job: Job) -> dict[str, Any]:
-    return {"transfer": job.transfer_id, "request": job.request_id}
 
 
 def _log_late_release(request_id: str, answer: Answer) -> None:

@@ -73,6 +73,11 @@ class PeerLink:
         self.number = 0
         """Of the link that is made or about to be; they count upwards over all threads."""
 
+    @property
+    def cluster_id(self) -> int:
+        """Of P's rank."""
+        return self._endpoint.cluster_id
+
     def count(self) -> None:
         """Another link is about to be made."""
         self.number = time.monotonic_ns()
