@@ -94,8 +94,13 @@ class SimSocket:
         self._process = task.process
         self._process.on_death.append(self._lose_process)
 
+    @property
+    def FD(self) -> SimSocket:
+        """What a poller watches in its place."""
+        return self
+
     def setsockopt(self, option: int, value: int) -> None:
-        """Bounds and lingering are not simulated."""
+        """Bounds, lingering and probes are not simulated."""
 
     def getsockopt_string(self, option: int) -> str:
         assert option == zmq.LAST_ENDPOINT
@@ -171,6 +176,9 @@ class SimContext:
     def __init__(self, hub: Hub, network: Network) -> None:
         self.hub, self.network = hub, network
         self.num_open = 0
+
+    def set(self, option: int, value: int) -> None:
+        """The number of sockets is not bounded here."""
 
     def socket(self, kind: int) -> SimSocket:
         self.num_open += 1
