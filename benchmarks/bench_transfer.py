@@ -4,11 +4,12 @@
 
 Each arm has processes of its own: an initiator, which is timed, and a target. "read" is a pull of
 the initiator (`pull_blocks`, NIXL READ), "write" a push (`push_blocks`, NIXL WRITE). memcpy copies
-inside one process, as the bound. `shm` and `cma` are this engine's transports; `shm-threads` is `shm`
-with the engine's own number of copy threads. Arms take turns within one run, one batch each; meanwhile the
-processes of the others are stopped (SIGSTOP), because NIXL's progress threads spin when idle. All
-other arms copy with one thread. Memory is private and touched before; batches walk through the whole
-working set in random order, so caches do not help. The first batch of each case is compared.
+inside one process, as the bound. `shm` and `cma` are this engine's transports; `shm-threads` is
+`shm` with the engine's own number of copy threads, all other arms copy with one. Arms take turns
+within one run, one batch each; meanwhile the processes of the others are stopped (SIGSTOP), because
+NIXL's progress threads spin when idle. Memory is private and touched before; batches walk through
+the whole working set in random order, so caches do not help. The first batch of each case is
+compared.
 
 Results are JSON lines on stdout; a ratio as `shm/nixl` is that of the two rates, batch by batch.
 """

@@ -267,6 +267,12 @@ void Link::run() {
   } catch (const std::exception& error) {
     fail(error.what());
   }
+  {
+    std::lock_guard lock(receive_mutex_);
+    incoming_fds_.clear();
+  }
+  // A dead peer's memory would live on in this process.
+  memory_->let_go();
   thread_done_ = true;
 }
 

@@ -24,6 +24,10 @@ class PeerMemory {
   // A Share, with its descriptor, or a Withdraw. In force for copies that begin later. Throws
   // WireError for what no honest peer sends. May not log: the link holds a mutex.
   virtual void notice(const Frame& frame, UniqueFd fd) = 0;
+
+  // The link has ended. Lets go of what is held of the peer, as soon as no copy uses it; later
+  // notices have no effect.
+  virtual void let_go() = 0;
 };
 
 // A process of this host, read with process_vm_readv(2).
@@ -38,6 +42,8 @@ class ProcessMemory final : public PeerMemory {
   void notice(const Frame&, UniqueFd) override {
     throw WireError("the peer offers shared memory that was not asked for");
   }
+
+  void let_go() override {}
 
  private:
   const pid_t pid_;

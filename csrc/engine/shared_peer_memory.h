@@ -17,6 +17,7 @@ class SharedPeerMemory final : public PeerMemory {
 
   void copy(const CopyPlan& plan, const std::function<void()>& checkpoint) override;
   void notice(const Frame& frame, UniqueFd fd) override;
+  void let_go() override { pages_.end(); }
 
  private:
   const pid_t pid_;

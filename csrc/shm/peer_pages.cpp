@@ -6,14 +6,19 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <system_error>
 
 #include "common/socket_io.h"
 #include "common/status.h"
 #include "engine/wire.h"
 #include "shm/address_space.h"
 
+// Of newer kernels' headers.
 #ifndef F_SEAL_FUTURE_WRITE
 #define F_SEAL_FUTURE_WRITE 0x0010
+#endif
+#ifndef MADV_POPULATE_READ
+#define MADV_POPULATE_READ 22
 #endif
 
 namespace llmdd {
@@ -22,6 +27,9 @@ namespace {
 constexpr size_t kMaxFiles = 4096;
 constexpr size_t kMaxRanges = 64 << 10;
 constexpr uint64_t kStatBlockBytes = 512;
+constexpr uint64_t kPopulateStep = 8ULL << 20;
+// Page tables take 1/512 of it in this process.
+constexpr uint64_t kMaxPopulated = 64ULL << 30;
 
 bool by_address(const PeerRange& a, const PeerRange& b) { return a.addr < b.addr; }
 
@@ -68,9 +76,28 @@ PeerMapping::PeerMapping(const UniqueFd& fd, uint64_t size) : size_(size) {
   // A child would keep the peer's memory beyond the link.
   ::madvise(mapped, size, MADV_DONTFORK);
   bytes_ = static_cast<const uint8_t*>(mapped);
+  try {
+    populating_ = std::thread(&PeerMapping::populate, this);
+  } catch (const std::system_error&) {
+    // Out of threads: pages are looked up when they are first read.
+  }
 }
 
-PeerMapping::~PeerMapping() { ::munmap(const_cast<uint8_t*>(bytes_), size_); }
+PeerMapping::~PeerMapping() {
+  ending_ = true;
+  if (populating_.joinable()) populating_.join();
+  ::munmap(const_cast<uint8_t*>(bytes_), size_);
+}
+
+// A page fault for each block of a first copy costs as much as the copy. Kernels before 5.14
+// refuse.
+void PeerMapping::populate() const {
+  uint64_t end = std::min(size_, kMaxPopulated);
+  for (uint64_t offset = 0; offset < end && !ending_; offset += kPopulateStep) {
+    void* from = const_cast<uint8_t*>(bytes_) + offset;
+    if (::madvise(from, std::min(kPopulateStep, end - offset), MADV_POPULATE_READ) != 0) return;
+  }
+}
 
 PeerView::PeerView(std::vector<PeerRange> ranges,
                    std::vector<std::shared_ptr<const PeerMapping>> mappings)
@@ -118,6 +145,7 @@ void PeerPages::add(uint64_t file_id, uint64_t size, const std::vector<SharedRan
     failure = error.what();
   }
   std::lock_guard lock(mutex_);
+  if (ended_) return;
   check_locked(file_id, ranges);
   files_[file_id] = {ranges, std::move(mapping)};
   num_ranges_ += ranges.size();
@@ -137,6 +165,13 @@ void PeerPages::remove(uint64_t file_id) {
   if (file == files_.end()) return;
   num_ranges_ -= file->second.ranges.size();
   files_.erase(file);
+  rebuild_locked();
+}
+
+void PeerPages::end() {
+  std::lock_guard lock(mutex_);
+  ended_ = true;
+  files_.clear();
   rebuild_locked();
 }
 

@@ -1,12 +1,14 @@
 // A peer's shared memory as this process has mapped it, read-only.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "common/unique_fd.h"
@@ -27,8 +29,12 @@ class PeerMapping {
   const uint8_t* bytes() const { return bytes_; }
 
  private:
+  void populate() const;
+
   uint64_t size_;
   const uint8_t* bytes_ = nullptr;
+  std::atomic<bool> ending_{false};
+  std::thread populating_;  // looks pages up before they are needed, once
 };
 
 // `length` bytes at the peer's address `addr` are at `bytes` here.
@@ -63,6 +69,8 @@ class PeerPages {
            const UniqueFd& fd);
   // The peer shares the file no more. An unknown one is no error.
   void remove(uint64_t file_id);
+  // Removes everything, for good.
+  void end();
 
   std::shared_ptr<const PeerView> view() const;
   // Why memory was left out, told once; empty if there is nothing to tell.
@@ -80,6 +88,7 @@ class PeerPages {
   mutable std::mutex mutex_;
   std::map<uint64_t, File> files_;
   size_t num_ranges_ = 0;
+  bool ended_ = false;
   bool failure_told_ = false;
   std::string failure_;
   std::shared_ptr<const PeerView> view_ = std::make_shared<PeerView>();

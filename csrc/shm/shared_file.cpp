@@ -127,8 +127,10 @@ class Replacement {
     if ((limit != 0 && size_ + length > limit) || !allocate(length)) return fails("fallocate");
     uint64_t addr = range.addr + range.length;
     if (contents_ == Contents::kKept && !write(addr, length)) return fails("copying to a memfd");
-    void* mapped = ::mmap(at(addr), length, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED,
-                          file_.get(), static_cast<off_t>(size_));
+    // Looked up at once: one page fault for each page costs as much as the first copy of it.
+    void* mapped =
+        ::mmap(at(addr), length, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED | MAP_POPULATE,
+               file_.get(), static_cast<off_t>(size_));
     if (mapped == MAP_FAILED) return fails("mmap");
     ::madvise(mapped, length, MADV_DONTFORK);
     range.length += length;

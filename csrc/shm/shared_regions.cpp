@@ -121,8 +121,8 @@ SharedHold SharedRegions::share(const CacheLayout& layout, Contents contents) {
   bool mapped = contents == Contents::kZero || all_writable(tensors);
   // Pool pages may be smaller than the kernel's: an edge can hold another cache's bytes.
   bool edges = g_minimum < page_bytes() && contents == Contents::kKept;
-  Intervals wanted = edges ? touched_pages(tensors, page_bytes())
-                           : whole_pages(tensors, page_bytes());
+  Intervals wanted =
+      edges ? touched_pages(tensors, page_bytes()) : whole_pages(tensors, page_bytes());
   std::string refusal;
   SharedFiles files;
   {

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import re
 import resource
 import socket
 from collections.abc import Callable, Sequence
@@ -430,6 +431,10 @@ class Cluster(BulkMethods):
                 begin, end = (int(number, 16) for number in area.split("-"))
                 found[permissions] = found.get(permissions, 0) + end - begin
         return found
+
+    def mapped_names(self) -> set[str]:
+        """Names of all memfds that are mapped here."""
+        return set(re.findall(r"/memfd:(\S+)", Path("/proc/self/maps").read_text()))
 
     def limit_shared_memory(self, size: int) -> None:
         testing.limit_shared_memory(size)

@@ -46,9 +46,7 @@ def outcome(status: int, reason: bytes = b"") -> bytes:
     return struct.pack("<I", status) + text(reason)
 
 
-def introduce(
-    token: bytes, nonce: bytes, nonce_addr: int, *, maps_shared: bool = False
-) -> bytes:
+def introduce(token: bytes, nonce: bytes, nonce_addr: int, *, maps_shared: bool = False) -> bytes:
     return token + nonce + struct.pack("<QB", nonce_addr, maps_shared)
 
 
