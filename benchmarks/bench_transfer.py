@@ -1,15 +1,17 @@
 """Blocks between two processes of one host: this engine, NIXL, and memcpy over the same lists.
 
-    python benchmarks/bench_transfer.py [--iterations N] [--arms cma,nixl,memcpy] …
+    python benchmarks/bench_transfer.py [--iterations N] [--arms shm,cma,nixl,memcpy] …
 
 Each arm has processes of its own: an initiator, which is timed, and a target. "read" is a pull of
 the initiator (`pull_blocks`, NIXL READ), "write" a push (`push_blocks`, NIXL WRITE). memcpy copies
-inside one process, as the bound. Arms take turns within one run, one batch each; meanwhile the
-processes of the others are stopped (SIGSTOP), because NIXL's progress threads spin when idle. All
-arms copy with one thread. Memory is private and touched before; batches walk through the whole
-working set in random order, so caches do not help. The first batch of each case is compared.
+inside one process, as the bound. `shm` and `cma` are this engine's transports; `shm-threads` is
+`shm` with the engine's own number of copy threads, all other arms copy with one. Arms take turns
+within one run, one batch each; meanwhile the processes of the others are stopped (SIGSTOP), because
+NIXL's progress threads spin when idle. Memory is private and touched before; batches walk through
+the whole working set in random order, so caches do not help. The first batch of each case is
+compared.
 
-Results are JSON lines on stdout; `cma/nixl` is the ratio of the two rates, batch by batch.
+Results are JSON lines on stdout; a ratio as `shm/nixl` is that of the two rates, batch by batch.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection, Pipe
@@ -35,7 +37,8 @@ from report import Report, rate_quantiles
 
 BENCH = "transfer"
 MIB = 1 << 20
-ARMS = ("memcpy", "cma", "nixl")
+ARMS = ("memcpy", "shm", "shm-threads", "cma", "nixl")
+RATIOS = (("shm", "memcpy"), ("shm-threads", "shm"), ("shm", "nixl"), ("cma", "nixl"))
 OPS = ("read", "write")
 PATTERNS = ("scattered", "contiguous")
 TARGET_ID, INITIATOR_ID = 2, 1
@@ -115,14 +118,20 @@ class MemcpySide:
         self._copy(self._source.addr, self._destination.addr, block_bytes, src, dst)
 
 
-class CmaSide:
+class EngineSide:
     """One blocks cache per block size, all over the same memory."""
+
+    transport: str
+    threads = 1  # 0: the engine's own number
 
     def __init__(self, settings: Settings, initiator: bool, memory: Memory) -> None:
         from vllm_llmdd_connector import datadist
+        from vllm_llmdd_connector.datadist._engine import testing
 
         self._api = datadist
+        testing.set_copy_width(self.threads)
         config = datadist.LLMConfig()
+        config.transport = self.transport
         config.enable_cache_manager = True
         config.enable_remote_cache_accessible = True
         config.sync_kv_timeout = 60_000
@@ -157,6 +166,18 @@ class CmaSide:
         key = self._api.BlocksCacheKey(TARGET_ID, self._models[block_bytes])
         move = manager.pull_blocks if op == "read" else manager.push_blocks
         move(key, self._caches[block_bytes], src, dst, tensor_num_per_layer=1)
+
+
+class CmaSide(EngineSide):
+    transport = "cma"
+
+
+class ShmSide(EngineSide):
+    transport = "shm"
+
+
+class ShmThreadsSide(ShmSide):
+    threads = 0
 
 
 class NixlSide:
@@ -198,6 +219,8 @@ class NixlSide:
 
 SIDES: dict[str, Callable[[Settings, bool, Memory], Side]] = {
     "memcpy": MemcpySide,
+    "shm": ShmSide,
+    "shm-threads": ShmThreadsSide,
     "cma": CmaSide,
     "nixl": NixlSide,
 }
@@ -343,12 +366,16 @@ def report_case(
         figure = rate_quantiles(samples)
         report.line(BENCH, arm, **case, gb_per_s=figure)
         row.append(figure["p50"])
-    if {"cma", "nixl"} <= rates.keys():
-        pairs = zip(rates["cma"], rates["nixl"], strict=True)
-        figure = rate_quantiles([ours / theirs for ours, theirs in pairs])
-        report.line(BENCH, "cma/nixl", **case, ratio=figure)
+    for ours, theirs in ratios_of(rates):
+        pairs = zip(rates[ours], rates[theirs], strict=True)
+        figure = rate_quantiles([upper / lower for upper, lower in pairs])
+        report.line(BENCH, f"{ours}/{theirs}", **case, ratio=figure)
         row.append(figure["p50"])
     return row
+
+
+def ratios_of(names: Iterable[str]) -> list[tuple[str, str]]:
+    return [pair for pair in RATIOS if set(pair) <= set(names)]
 
 
 def parse(report: Report, arguments: list[str]) -> tuple[list[str], Settings]:
@@ -387,7 +414,7 @@ def main(arguments: list[str]) -> None:
                     rates = measure(arms, settings, block_bytes, pattern)
                     rows.append(report_case(report, rates, case))
                     report.progress(f"{rows[-1][0]}: done")
-    ratio = ["cma/nixl"] if {"cma", "nixl"} <= set(names) else []
+    ratio = ["/".join(pair) for pair in ratios_of(names)]
     report.progress(f"\nGB/s (p50 of {settings.iterations} batches of {settings.batch_mib} MiB)")
     report.table(["case", *names, *ratio], rows)
 

@@ -43,6 +43,10 @@ class ConnectorConfig(Deadlines, frozen=True, kw_only=True, forbid_unknown_field
     """LLM-DataDist implementation: ours on host memory, or the vendor's ``llm_datadist``; ``auto``
     goes by where the KV tensors are."""
 
+    transport: Literal["auto", "shm", "cma"] = "auto"
+    """Host engine: how D reads P's memory. Shared pages, cross-memory attach, or shared pages where
+    that is possible."""
+
     max_leased_fraction: float = 0.5
     """P: share of the KV cache that leases may hold; beyond it a prompt is not handed over."""
 

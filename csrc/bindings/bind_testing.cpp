@@ -10,10 +10,12 @@
 
 #include "bindings/bind.h"
 #include "engine/cache_table.h"
-#include "engine/copier.h"
+#include "engine/copy_pace.h"
+#include "engine/copy_threads.h"
 #include "engine/messages.h"
 #include "engine/prober.h"
 #include "model/block_runs.h"
+#include "shm/shared_regions.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -121,6 +123,12 @@ void bind_testing(nb::module_& module) {
               "dst"_a, "Bare memcpy of block pairs inside one process: the bound of the benches.");
   testing.def("set_copy_rate", &set_copy_rate, "bytes_per_second"_a,
               "Slow this process's copies down to a link's rate; 0 takes the bound away.");
+  testing.def("set_copy_width", &set_copy_width, "threads"_a,
+              "At most this many threads work on one copy; 0 is the usual number.");
+  testing.def("set_share_minimum", &set_share_minimum, "bytes"_a,
+              "The smallest piece of memory that is shared with peers; 0 is the usual one.");
+  testing.def("limit_shared_memory", &limit_shared_memory, "bytes"_a,
+              "The system has no more for one file of shared memory; 0 ends that.");
   testing.def("probe_sentence", &probe_sentence, "pid"_a, "error"_a);
   nb::class_<CacheTable>(testing, "CacheTable")
       .def(nb::init<>())

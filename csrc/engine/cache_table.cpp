@@ -82,9 +82,10 @@ void CacheTable::insert_locked(std::shared_ptr<Cache> cache, const std::vector<R
 }
 
 int64_t CacheTable::add(const CacheSpec& spec, const std::vector<RowKey>& row_keys,
-                        std::optional<uint64_t> blocks_model_id) {
+                        std::optional<uint64_t> blocks_model_id, SharedHold shared) {
   std::lock_guard lock(mutex_);
   std::shared_ptr<Cache> cache = make_locked(spec, row_keys);
+  cache->shared = std::move(shared);
   int64_t id = cache->id;
   insert_locked(std::move(cache), row_keys, blocks_model_id);
   return id;
@@ -93,12 +94,13 @@ int64_t CacheTable::add(const CacheSpec& spec, const std::vector<RowKey>& row_ke
 Allocated CacheTable::allocate(const CacheSpec& spec, size_t num_tensors,
                                const std::shared_ptr<MemoryPool>& pool,
                                const std::vector<RowKey>& row_keys,
-                               std::optional<uint64_t> blocks_model_id) {
+                               std::optional<uint64_t> blocks_model_id, SharedRegions& regions) {
   std::lock_guard lock(mutex_);
   std::shared_ptr<Cache> cache = make_locked(spec, row_keys);
   check_unbound_locked(row_keys);
   cache->memory = std::make_unique<PoolMemory>(pool, num_tensors, cache->layout.tensor_bytes());
   cache->layout.tensor_addrs = cache->memory->addrs();
+  cache->shared = regions.share(cache->layout, Contents::kZero);
   cache->references.emplace(num_tensors, row_keys);
   Allocated allocated{cache->id, cache->layout.tensor_addrs};
   insert_locked(std::move(cache), row_keys, blocks_model_id);
@@ -140,6 +142,8 @@ void CacheTable::remove(int64_t id) {
   if (!cache || cache->references) return;
   erase_locked(*cache);
   released_.wait(lock, [&cache] { return cache->users == 0; });
+  lock.unlock();
+  cache->shared.release();
 }
 
 void CacheTable::deallocate(int64_t id) {

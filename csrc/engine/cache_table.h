@@ -19,6 +19,7 @@
 #include "model/cache_key.h"
 #include "model/cache_layout.h"
 #include "model/layer_range.h"
+#include "shm/shared_regions.h"
 
 namespace llmdd {
 
@@ -30,6 +31,7 @@ struct Cache {
   int users = 0;                           // guarded by the table's mutex
   // Of an allocated cache; a registered one has neither. The mutex guards the references, too.
   std::unique_ptr<PoolMemory> memory;
+  SharedHold shared;  // of the tensors' memory; withdrawn before `memory` is given back
   std::optional<References> references;
 
   // Throws Error(kKvCacheNotExist) once `remove` was called: a copy has to stop.
@@ -69,15 +71,15 @@ class CacheTable {
   // Ids start at 1; a refused specification uses one up, as in LLM-DataDist. The first binding of a
   // row key wins, the last binding of a blocks key does.
   int64_t add(const CacheSpec& spec, const std::vector<RowKey>& row_keys,
-              std::optional<uint64_t> blocks_model_id);
+              std::optional<uint64_t> blocks_model_id, SharedHold shared = {});
   // The same with memory of `pool` for `num_tensors` tensors. Throws Error(kKeyExists) for a row
   // key that is bound already, or given twice.
   Allocated allocate(const CacheSpec& spec, size_t num_tensors,
                      const std::shared_ptr<MemoryPool>& pool, const std::vector<RowKey>& row_keys,
-                     std::optional<uint64_t> blocks_model_id);
+                     std::optional<uint64_t> blocks_model_id, SharedRegions& regions);
 
   // Forgets a registered cache; an unknown id is no error. Returns when no copy into the cache runs
-  // any more.
+  // any more and its memory is this process's alone.
   void remove(int64_t id);
   // Drops the reference that the id of an allocated cache holds; the memory is freed with the last
   // one. A blocks cache is freed at once.

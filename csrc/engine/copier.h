@@ -16,14 +16,13 @@ struct CopyPlan {
   std::vector<uint64_t> src_bases;
   std::vector<uint64_t> dst_bases;
   std::vector<ByteRun> runs;
+  // The destination was found to be mapped and writable, so that this process can write it by
+  // itself; else only the kernel may, which answers instead of sending a signal.
+  bool dst_mapped = false;
 };
 
 // `checkpoint` is called before each kernel call (at most 1,024 pieces and 32 MiB) and throws to
 // stop the copy. Throws Error(kFailed) when the kernel refuses.
 void copy_from_process(pid_t source, const CopyPlan& plan, const std::function<void()>& checkpoint);
-
-// Lets every copy of this process take as long as over a link of this rate; 0: as fast as it goes.
-// For tests and benches of what happens meanwhile.
-void set_copy_rate(uint64_t bytes_per_second);
 
 }  // namespace llmdd

@@ -10,6 +10,7 @@
 
 #include "common/log.h"
 #include "engine/rendezvous.h"
+#include "engine/shared_peer_memory.h"
 
 namespace llmdd {
 namespace {
@@ -116,7 +117,24 @@ UniqueFd dial_peer_socket(const Identity& self, const Welcome& welcome, const Wa
 }
 
 Introduce introduction(const Identity& self, const Nonce& token) {
-  return {token, self.nonce, self.nonce_addr()};
+  return {token, self.nonce, self.nonce_addr(), self.transport != Transport::kCma};
+}
+
+void check_transport(const Identity& self, const Introduce& peer) {
+  if (self.transport != Transport::kShm || peer.maps_shared) return;
+  throw Error(Status::kParamInvalid,
+              "transport differs: local shm, peer has cma; set the same on both sides, or auto");
+}
+
+Greeted greeted(const Identity& self, uint64_t cluster_id, UniqueFd socket, PeerProcess process,
+                const Introduce& peer) {
+  std::unique_ptr<PeerMemory> memory;
+  if (self.transport == Transport::kCma) {
+    memory = std::make_unique<ProcessMemory>(process.pid);
+  } else {
+    memory = std::make_unique<SharedPeerMemory>(process.pid, self.copy_threads);
+  }
+  return {cluster_id, std::move(socket), std::move(process), std::move(memory), peer.maps_shared};
 }
 
 Welcome exchange_hello(const Identity& self, uint64_t cluster_id, int tcp, const WaitLimit& limit) {
@@ -148,11 +166,11 @@ Greeted greet_listener_checked(const Identity& self, const Prober& prober, uint6
                 limit);
   Introduce peer = Introduce::decode(expect(socket.get(), MessageType::kIntroduce, limit).payload);
   or_reject(socket.get(), limit, [&] {
+    check_transport(self, peer);
     prober.probe(process.pid, peer.nonce_addr, peer.nonce);
     exchange_verdict(socket.get(), limit, confirm);
   });
-  auto memory = std::make_unique<ProcessMemory>(process.pid);
-  return {cluster_id, std::move(socket), std::move(process), std::move(memory)};
+  return greeted(self, cluster_id, std::move(socket), std::move(process), peer);
 }
 
 // Waits for the dialling side on the Unix socket, and for its reason on TCP if it gives up.
@@ -253,11 +271,11 @@ void greet_dialer(const Identity& self, const Prober& prober, UniqueFd tcp, int 
     send_frame(socket.get(), MessageType::kIntroduce, introduction(self, welcome.token).encode(),
                limit);
     or_reject(socket.get(), limit, [&] {
+      check_transport(self, visitor.introduce);
       prober.probe(visitor.process.pid, visitor.introduce.nonce_addr, visitor.introduce.nonce);
       expect(socket.get(), MessageType::kVerdict, limit);
-      auto memory = std::make_unique<ProcessMemory>(visitor.process.pid);
-      actions.file({hello.cluster_id, std::move(visitor.socket), std::move(visitor.process),
-                    std::move(memory)});
+      actions.file(greeted(self, hello.cluster_id, std::move(visitor.socket),
+                           std::move(visitor.process), visitor.introduce));
     });
   });
 }

@@ -27,8 +27,11 @@
 #include "engine/peer_memory.h"
 #include "engine/peer_process.h"
 #include "engine/prober.h"
+#include "engine/transport.h"
 
 namespace llmdd {
+
+class CopyThreads;
 
 // What one engine says of itself. Its address is the nonce's address: it does not move.
 struct Identity {
@@ -36,6 +39,8 @@ struct Identity {
   bool remote_access = false;
   HostFacts host = read_host_facts();
   const Nonce nonce = random_nonce();
+  Transport transport = Transport::kCma;
+  CopyThreads* copy_threads = nullptr;  // help with copies from shared memory
 
   uint64_t nonce_addr() const { return reinterpret_cast<uint64_t>(nonce.data()); }
 };
@@ -46,6 +51,7 @@ struct Greeted {
   UniqueFd socket;
   PeerProcess process;
   std::unique_ptr<PeerMemory> memory;
+  bool maps_shared = false;  // it takes offers of shared memory
 };
 
 struct DialTarget {

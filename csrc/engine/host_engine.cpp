@@ -24,6 +24,13 @@ std::shared_ptr<MemoryPool> make_pool(const std::optional<PoolConfig>& config) {
   return config ? std::make_shared<MemoryPool>(*config) : nullptr;
 }
 
+Identity make_identity(const EngineOptions& options, CopyThreads& threads) {
+  Identity identity{options.cluster_id, options.remote_access};
+  identity.transport = options.transport;
+  identity.copy_threads = &threads;
+  return identity;
+}
+
 }  // namespace
 
 class HostEngine::Call {
@@ -51,10 +58,12 @@ class HostEngine::Call {
 HostEngine::HostEngine(const EngineOptions& options)
     : options_(options),
       owner_pid_(::getpid()),
-      identity_{options.cluster_id, options.remote_access},
+      copy_threads_(usual_copy_helpers()),
+      identity_(make_identity(options, copy_threads_)),
       device_pool_(make_pool(options.device_pool)),
       host_pool_(make_pool(options.host_pool)),
       links_(options.cluster_id),
+      regions_(options.transport, [this](uint64_t file_id) { links_.withdraw(file_id); }),
       service_(caches_, reservations_, links_, options.remote_access),
       transfers_(options_, caches_, links_),
       local_copies_(caches_),
@@ -150,7 +159,8 @@ Allocated HostEngine::allocate_cache(const CacheSpec& spec, size_t num_tensors,
                                      const std::vector<RowKey>& keys,
                                      std::optional<uint64_t> blocks_model_id) {
   Call call(*this);
-  return caches_.allocate(spec, num_tensors, pool(spec.host_placed), keys, blocks_model_id);
+  return caches_.allocate(spec, num_tensors, pool(spec.host_placed), keys, blocks_model_id,
+                          regions_);
 }
 
 void HostEngine::deallocate_cache(int64_t cache_id) {
@@ -170,14 +180,25 @@ uint64_t HostEngine::pool_used_bytes(bool host_placed) const {
   return pool(host_placed)->used_bytes();
 }
 
+// Before the cache is known, so that no copy into it runs.
+SharedHold HostEngine::share(const CacheSpec& spec) {
+  CacheLayout layout;
+  try {
+    layout = layout_of(spec);
+  } catch (const Error&) {
+    return {};  // the table refuses it, too, and says so
+  }
+  return regions_.share(layout, Contents::kKept);
+}
+
 int64_t HostEngine::register_cache(const CacheSpec& spec, const std::vector<RowKey>& keys) {
   Call call(*this);
-  return caches_.add(spec, keys, std::nullopt);
+  return caches_.add(spec, keys, std::nullopt, share(spec));
 }
 
 int64_t HostEngine::register_blocks_cache(const CacheSpec& spec, std::optional<uint64_t> model_id) {
   Call call(*this);
-  return caches_.add(spec, {}, model_id);
+  return caches_.add(spec, {}, model_id, share(spec));
 }
 
 void HostEngine::unregister_cache(int64_t cache_id) {

@@ -15,6 +15,7 @@
 #include "engine/acceptor.h"
 #include "engine/cache_table.h"
 #include "engine/comm_table.h"
+#include "engine/copy_threads.h"
 #include "engine/handshake.h"
 #include "engine/layer_task.h"
 #include "engine/link_table.h"
@@ -113,6 +114,7 @@ class HostEngine {
   void start_listening(const std::string& ip, uint16_t port);
   const std::shared_ptr<MemoryPool>& pool(bool host_placed) const;
   void require_pool() const;
+  SharedHold share(const CacheSpec& spec);
   void greet(UniqueFd tcp, int stop_fd, std::atomic<bool>& heard);
   void file(Greeted greeted);
   Status dial(const DialTarget& target, int64_t timeout_ms);
@@ -123,14 +125,16 @@ class HostEngine {
 
   const EngineOptions options_;
   const pid_t owner_pid_;
+  CopyThreads copy_threads_;
   const Identity identity_;
   const SignalFd stop_;
   Prober prober_;
   std::shared_ptr<MemoryPool> device_pool_;
   std::shared_ptr<MemoryPool> host_pool_;
+  LinkTable links_;
+  SharedRegions regions_;
   CacheTable caches_;
   ReservationTable reservations_;
-  LinkTable links_;
   Service service_;
   Transfers transfers_;
   LayerTasks tasks_;

@@ -1,5 +1,6 @@
 #include "engine/link.h"
 
+#include <fcntl.h>
 #include <poll.h>
 #include <sched.h>
 #include <sys/socket.h>
@@ -16,13 +17,14 @@
 namespace llmdd {
 namespace {
 
-constexpr size_t kReceiveBytes = 64 << 10;
 // About two wake-ups of a thread whose processor has gone idle, which is what a short call saves.
 constexpr std::chrono::microseconds kLookTime{50};
 // The peer's thread has to wake up and copy first.
 constexpr std::chrono::microseconds kLongLookTime{250};
 // A peer that sends requests and reads no replies must not fill this process's memory.
 constexpr size_t kMaxOutgoing = 2 * size_t{kMaxPayload};
+// Nor must one that sends descriptors without a message to them use up this process's.
+constexpr size_t kMaxIncomingFds = 16;
 
 std::string identity(uint64_t cluster_id) { return "cluster " + std::to_string(cluster_id) + ": "; }
 
@@ -60,6 +62,10 @@ bool is_reply(MessageType type) {
   }
 }
 
+bool is_notice(MessageType type) {
+  return type == MessageType::kShare || type == MessageType::kWithdraw;
+}
+
 bool would_block(int error) { return error == EAGAIN || error == EWOULDBLOCK || error == EINTR; }
 
 }  // namespace
@@ -69,6 +75,7 @@ Link::Link(Greeted peer, RequestHandler& handler, Bytes first_message)
       socket_(std::move(peer.socket)),
       peer_(std::move(peer.process)),
       memory_(std::move(peer.memory)),
+      peer_maps_shared_(peer.maps_shared),
       handler_(handler),
       outgoing_(std::move(first_message)) {}
 
@@ -206,8 +213,8 @@ void Link::send(const Bytes& frame) {
     std::lock_guard lock(send_mutex_);
     fits = outgoing_.size() + frame.size() <= kMaxOutgoing;
     if (fits) {
-      outgoing_.insert(outgoing_.end(), frame.begin(), frame.end());
-      flush_locked();
+      outgoing_.add(frame);
+      outgoing_.flush(socket_.get());
       unsent = !outgoing_.empty();
     }
   }
@@ -215,20 +222,38 @@ void Link::send(const Bytes& frame) {
   if (unsent) wake_.set();
 }
 
-// What the socket does not take now, the link's thread sends when poll(2) says so.
-void Link::flush_locked() {
-  size_t sent = 0;
-  while (sent < outgoing_.size()) {
-    ssize_t count = ::send(socket_.get(), outgoing_.data() + sent, outgoing_.size() - sent,
-                           MSG_DONTWAIT | MSG_NOSIGNAL);
-    if (count < 0 && would_block(errno)) break;
-    if (count < 0) {  // the receiving side of the socket tells the thread why
-      sent = outgoing_.size();
-      break;
+void Link::retract_locked(uint64_t file_id) {
+  if (offered_.erase(file_id) == 0) return;
+  outgoing_.add(encode_frame(MessageType::kWithdraw, 0, Withdraw{file_id}.encode()));
+}
+
+void Link::offer(const SharedFiles& files) {
+  if (!peer_maps_shared_) return;
+  std::lock_guard lock(send_mutex_);
+  for (const auto& file : files) {
+    if (file->withdrawn() || offered_.count(file->id()) != 0) continue;
+    // Its memory may be what another file held, whose end is still to be told.
+    for (auto offered = offered_.begin(); offered != offered_.end();) {
+      auto [id, old] = *offered++;
+      std::shared_ptr<SharedFile> live = old.lock();
+      if (!live || live->withdrawn()) retract_locked(id);
     }
-    sent += static_cast<size_t>(count);
+    UniqueFd fd(::fcntl(file->fd(), F_DUPFD_CLOEXEC, 0));
+    if (!fd) return;  // out of descriptors: the peer copies by other means
+    offered_[file->id()] = file;
+    Bytes share = Share{file->id(), file->size(), file->ranges()}.encode();
+    outgoing_.add(encode_frame(MessageType::kShare, 0, share), std::move(fd));
   }
-  outgoing_.erase(outgoing_.begin(), outgoing_.begin() + static_cast<ptrdiff_t>(sent));
+}
+
+void Link::withdraw(uint64_t file_id) {
+  {
+    std::lock_guard lock(send_mutex_);
+    retract_locked(file_id);
+    outgoing_.flush(socket_.get());
+    if (outgoing_.empty()) return;
+  }
+  wake_.set();
 }
 
 bool Link::wants_to_send() const {
@@ -242,6 +267,12 @@ void Link::run() {
   } catch (const std::exception& error) {
     fail(error.what());
   }
+  {
+    std::lock_guard lock(receive_mutex_);
+    incoming_fds_.clear();
+  }
+  // A dead peer's memory would live on in this process.
+  memory_->let_go();
   thread_done_ = true;
 }
 
@@ -256,7 +287,7 @@ void Link::step() {
   if (fds[1].revents != 0) wake_.clear();
   if ((fds[0].revents & POLLOUT) != 0) {
     std::lock_guard lock(send_mutex_);
-    flush_locked();
+    outgoing_.flush(socket_.get());
   }
   bool readable = (fds[0].revents & (POLLIN | POLLRDHUP | POLLHUP | POLLERR)) != 0;
   // A caller that looked for its reply wakes the thread for the request that it found.
@@ -271,6 +302,10 @@ void Link::receive() {
     {
       std::lock_guard lock(receive_mutex_);
       frame = take_frame();
+      if (frame && is_notice(frame->type)) {
+        take_notice(*frame);
+        continue;
+      }
       if (!frame && read) return;
       if (!frame) {
         if (read_socket() == 0) throw Error(Status::kFailed, "the peer closed the link");
@@ -286,14 +321,23 @@ void Link::receive() {
 
 // Positive: bytes came; 0: the peer closed the link; negative: there is nothing now.
 ssize_t Link::read_socket() {
-  std::array<uint8_t, kReceiveBytes> buffer;
-  ssize_t count = ::recv(socket_.get(), buffer.data(), buffer.size(), MSG_DONTWAIT);
+  ssize_t count = receive_with_fds(socket_.get(), incoming_, incoming_fds_);
   if (count < 0) return would_block(errno) ? -1 : 0;
-  incoming_.insert(incoming_.end(), buffer.begin(), buffer.begin() + count);
   return count;
 }
 
+// Under receive_mutex_, so that whoever handles a later frame finds it in force.
+void Link::take_notice(const Frame& frame) {
+  UniqueFd fd;
+  if (frame.type == MessageType::kShare && !incoming_fds_.empty()) {
+    fd = std::move(incoming_fds_.front());
+    incoming_fds_.pop_front();
+  }
+  memory_->notice(frame, std::move(fd));
+}
+
 std::optional<Frame> Link::take_frame() {
+  if (incoming_fds_.size() > kMaxIncomingFds) throw WireError("the peer sends many descriptors");
   if (incoming_.size() < kFrameHeaderBytes) return std::nullopt;
   FrameHeader header = decode_header(incoming_.data(), kMaxPayload);
   size_t whole = kFrameHeaderBytes + header.payload_bytes;
@@ -305,11 +349,12 @@ std::optional<Frame> Link::take_frame() {
 }
 
 bool Link::reply_is_next() const {
-  return incoming_.size() >= kFrameHeaderBytes &&
-         is_reply(decode_header(incoming_.data(), kMaxPayload).type);
+  if (incoming_.size() < kFrameHeaderBytes) return false;
+  MessageType type = decode_header(incoming_.data(), kMaxPayload).type;
+  return is_reply(type) || is_notice(type);
 }
 
-// On a caller's thread: replies only, since a request may mean a long copy.
+// On a caller's thread: replies and notices only, since a request may mean a long copy.
 void Link::receive_replies() {
   std::string breach;
   {
@@ -319,7 +364,11 @@ void Link::receive_replies() {
       while (reply_is_next()) {
         std::optional<Frame> frame = take_frame();
         if (!frame) break;
-        dispatch(std::move(*frame));
+        if (is_notice(frame->type)) {
+          take_notice(*frame);
+        } else {
+          dispatch(std::move(*frame));
+        }
       }
     } catch (const WireError& error) {
       breach = error.what();

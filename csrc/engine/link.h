@@ -23,11 +23,13 @@
 #include <thread>
 
 #include "common/clock.h"
+#include "common/descriptor_stream.h"
 #include "common/signal_fd.h"
 #include "common/status.h"
 #include "common/unique_fd.h"
 #include "engine/handshake.h"
 #include "engine/wire.h"
+#include "shm/shared_regions.h"
 
 namespace llmdd {
 
@@ -86,6 +88,11 @@ class Link {
   void look(const Sent& sent);
   void reply(MessageType type, uint64_t call_id, const Bytes& payload);
 
+  // Tells the peer of shared memory before any message that is sent afterwards names its addresses;
+  // each file once, and only to a peer that maps it.
+  void offer(const SharedFiles& files);
+  void withdraw(uint64_t file_id);
+
   // Throws Error(kFailed) with the reason unless the link is LINKED and the peer holds its end.
   void check() const;
   bool linked() const;
@@ -107,13 +114,14 @@ class Link {
   ssize_t read_socket();
   std::optional<Frame> take_frame();
   bool reply_is_next() const;
+  void take_notice(const Frame& frame);
   void receive_replies();
   void look_for_reply(const Pending& pending, std::chrono::microseconds how_long);
   void look_for_request();
   void dispatch(Frame frame);
   void deliver(Frame frame);
   void send(const Bytes& frame);
-  void flush_locked();
+  void retract_locked(uint64_t file_id);
   bool wants_to_send() const;
   bool end(State state, const std::string& reason);
   void hang_up();
@@ -124,6 +132,7 @@ class Link {
   const UniqueFd socket_;
   const PeerProcess peer_;
   const std::unique_ptr<PeerMemory> memory_;
+  const bool peer_maps_shared_;
   RequestHandler& handler_;
   const SignalFd wake_;
   std::mutex thread_mutex_;  // a link may be unlinked before its thread has started
@@ -140,9 +149,11 @@ class Link {
   std::map<uint64_t, std::shared_ptr<Pending>> pending_;
 
   mutable std::mutex send_mutex_;
-  Bytes outgoing_;
+  OutgoingStream outgoing_;
+  std::map<uint64_t, std::weak_ptr<SharedFile>> offered_;
   std::mutex receive_mutex_;  // taken before mutex_
   Bytes incoming_;
+  std::deque<UniqueFd> incoming_fds_;
 };
 
 }  // namespace llmdd

@@ -166,4 +166,15 @@ size_t LinkTable::size() const {
   return records_.size();
 }
 
+void LinkTable::withdraw(uint64_t file_id) const {
+  std::vector<std::shared_ptr<Link>> links;
+  {
+    std::lock_guard lock(mutex_);
+    for (const auto& [cluster_id, record] : records_) {
+      if (record.link) links.push_back(record.link);
+    }
+  }
+  for (const auto& link : links) link->withdraw(file_id);
+}
+
 }  // namespace llmdd

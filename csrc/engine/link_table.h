@@ -61,6 +61,8 @@ class LinkTable {
   void reap();
   void close_all(const std::string& reason);
   size_t size() const;
+  // Tells every peer that a file is shared no more.
+  void withdraw(uint64_t file_id) const;
 
  private:
   friend class LinkReservation;

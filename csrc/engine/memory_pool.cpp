@@ -51,12 +51,15 @@ MemoryPool::MemoryPool(const PoolConfig& config)
   if (capacity_ > 0) free_[0] = capacity_;
 }
 
-// The kernel takes the memory back, so that a pool costs what its caches hold.
+// The kernel takes the memory back, also where it was shared, so that a pool costs what its caches
+// hold.
 void MemoryPool::discard(uint64_t addr, uint64_t bytes) const {
   static const uint64_t os_page = static_cast<uint64_t>(::sysconf(_SC_PAGESIZE));
   uint64_t first = (addr + os_page - 1) / os_page * os_page;
   uint64_t end = (addr + bytes) / os_page * os_page;
-  if (first < end) ::madvise(reinterpret_cast<void*>(first), end - first, MADV_DONTNEED);
+  if (first >= end) return;
+  ::mmap(reinterpret_cast<void*>(first), end - first, PROT_READ | PROT_WRITE,
+         MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
 }
 
 MemoryPool::~MemoryPool() {

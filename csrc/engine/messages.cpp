@@ -9,6 +9,7 @@ namespace llmdd {
 namespace {
 
 constexpr size_t kBlockRunBytes = 3 * sizeof(uint64_t);
+constexpr size_t kSharedRangeBytes = 3 * sizeof(uint64_t);
 
 void write_host(WireWriter& writer, const HostFacts& host) {
   writer.text(host.boot_id);
@@ -143,6 +144,7 @@ Bytes Introduce::encode() const {
   write_nonce(writer, token);
   write_nonce(writer, nonce);
   writer.u64(nonce_addr);
+  writer.u8(maps_shared ? 1 : 0);
   return writer.take();
 }
 
@@ -152,6 +154,7 @@ Introduce Introduce::decode(const Bytes& payload) {
   introduce.token = read_nonce(reader);
   introduce.nonce = read_nonce(reader);
   introduce.nonce_addr = reader.u64();
+  introduce.maps_shared = reader.flag();
   reader.expect_end();
   return introduce;
 }
@@ -270,6 +273,47 @@ Push Push::decode(const Bytes& payload) {
   push.runs = read_runs(reader);
   reader.expect_end();
   return push;
+}
+
+Bytes Share::encode() const {
+  WireWriter writer;
+  writer.u64(file_id);
+  writer.u64(size);
+  writer.u32(static_cast<uint32_t>(ranges.size()));
+  for (const SharedRange& range : ranges) {
+    writer.u64(range.addr);
+    writer.u64(range.length);
+    writer.u64(range.offset);
+  }
+  return writer.take();
+}
+
+Share Share::decode(const Bytes& payload) {
+  WireReader reader(payload);
+  Share share;
+  share.file_id = reader.u64();
+  share.size = reader.u64();
+  share.ranges.resize(reader.count(kSharedRangeBytes));
+  for (SharedRange& range : share.ranges) {
+    range.addr = reader.u64();
+    range.length = reader.u64();
+    range.offset = reader.u64();
+  }
+  reader.expect_end();
+  return share;
+}
+
+Bytes Withdraw::encode() const {
+  WireWriter writer;
+  writer.u64(file_id);
+  return writer.take();
+}
+
+Withdraw Withdraw::decode(const Bytes& payload) {
+  WireReader reader(payload);
+  Withdraw withdraw{reader.u64()};
+  reader.expect_end();
+  return withdraw;
 }
 
 }  // namespace llmdd

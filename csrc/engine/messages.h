@@ -12,6 +12,7 @@
 #include "model/block_runs.h"
 #include "model/cache_key.h"
 #include "model/layer_range.h"
+#include "shm/shared_file.h"
 
 namespace llmdd {
 
@@ -52,6 +53,7 @@ struct Introduce {
   Nonce token{};
   Nonce nonce{};
   uint64_t nonce_addr = 0;
+  bool maps_shared = false;  // the sender copies from shared memory where it is offered some
 
   Bytes encode() const;
   static Introduce decode(const Bytes& payload);
@@ -120,6 +122,22 @@ struct Push {
 
   Bytes encode() const;
   static Push decode(const Bytes& payload);
+};
+
+struct Share {
+  uint64_t file_id = 0;
+  uint64_t size = 0;
+  std::vector<SharedRange> ranges;
+
+  Bytes encode() const;
+  static Share decode(const Bytes& payload);
+};
+
+struct Withdraw {
+  uint64_t file_id = 0;
+
+  Bytes encode() const;
+  static Withdraw decode(const Bytes& payload);
 };
 
 }  // namespace llmdd

@@ -174,7 +174,11 @@ void PushReceiver::run(Link& link, const Push& push, const Reservation* reservat
   Plan planned = plan(push, reservation);
   Deadline deadline = Deadline::after_ms(std::min(push.timeout_ms, kMaxPushMs));
   std::vector<CacheUse> uses;
-  for (const auto& cache : planned.caches) uses.push_back(caches_.use(cache));
+  planned.copy.dst_mapped = true;
+  for (const auto& cache : planned.caches) {
+    planned.copy.dst_mapped = planned.copy.dst_mapped && cache->shared.mapped();
+    uses.push_back(caches_.use(cache));
+  }
   link.peer_memory().copy(planned.copy, [&] {
     // A source that has given up has closed its end and may reuse its memory.
     link.check();

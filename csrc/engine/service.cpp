@@ -38,7 +38,12 @@ void Service::answer(Link& link, const Frame& request) {
 
 void Service::resolve(Link& link, const Frame& request) {
   // The row is let go before the peer is answered: its memory may be given back right after.
-  Bytes answer = describe(caches_.find(Resolve::decode(request.payload).ref)).encode();
+  Bytes answer;
+  {
+    FoundRow found = caches_.find(Resolve::decode(request.payload).ref);
+    link.offer(found.cache->shared.files());
+    answer = describe(found).encode();
+  }
   link.reply(MessageType::kResolved, request.call_id, answer);
 }
 

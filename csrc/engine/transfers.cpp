@@ -98,8 +98,9 @@ CopyPlan Transfers::plan(const Resolved& remote, const CacheLayout& local, const
   return {selected(remote.tensor_addrs, src), selected(local.tensor_addrs, dst), std::move(runs)};
 }
 
-void Transfers::copy(Link& link, std::shared_ptr<Cache> cache, const CopyPlan& plan,
+void Transfers::copy(Link& link, std::shared_ptr<Cache> cache, CopyPlan plan,
                      const Deadline& deadline) const {
+  plan.dst_mapped = cache->shared.mapped();
   CacheUse use = caches_.use(std::move(cache));
   link.peer_memory().copy(plan, [&] {
     link.check();
@@ -219,6 +220,7 @@ Transfers::Pushing Transfers::start_push(const PushTarget& dst, std::shared_ptr<
   push.src_addrs = selected(layout.tensor_addrs, tensors);
   for (uint64_t& addr : push.src_addrs) addr += from.offset;
   push.runs = from.runs;
+  link->offer(source->shared.files());
   Link::Sent sent = link->start(MessageType::kPush, push.encode());
   return {std::move(link), std::move(source), std::move(sent)};
 }

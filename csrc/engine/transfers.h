@@ -16,6 +16,7 @@
 #include "engine/link_table.h"
 #include "engine/messages.h"
 #include "engine/push_source.h"
+#include "engine/transport.h"
 
 namespace llmdd {
 
@@ -29,6 +30,7 @@ struct EngineOptions {
   std::optional<PoolConfig> host_pool;
   int64_t link_total_time_ms = 120'000;  // of a collective link(), with its retries
   uint32_t link_retries = 1;
+  Transport transport = Transport::kAuto;
 };
 
 // Layer ranges of both sides; no range means all tensors.
@@ -104,7 +106,7 @@ class Transfers {
                    const Deadline& deadline) const;
   CopyPlan plan(const Resolved& remote, const CacheLayout& local, const Layers& layers,
                 std::vector<ByteRun> runs) const;
-  void copy(Link& link, std::shared_ptr<Cache> cache, const CopyPlan& plan,
+  void copy(Link& link, std::shared_ptr<Cache> cache, CopyPlan plan,
             const Deadline& deadline) const;
   void finish(Link& link, const CacheRef& ref, const Resolved& remote, const TensorRange& used,
               const Deadline& deadline) const;

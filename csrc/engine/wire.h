@@ -5,6 +5,7 @@
 //   1  first version
 //   2  Finish says what was pulled, so that the source can drop the key of an allocated row;
 //      Push may name raw addresses or a reservation
+//   3  Share and Withdraw, and in Introduce whether the sender maps shared memory
 #pragma once
 
 #include <array>
@@ -17,7 +18,7 @@
 namespace llmdd {
 
 constexpr uint32_t kWireMagic = 0x4444'4D4C;  // "LMDD"
-constexpr uint16_t kWireVersion = 2;
+constexpr uint16_t kWireVersion = 3;
 constexpr size_t kFrameHeaderBytes = 24;
 constexpr uint32_t kMaxHandshakePayload = 4096;
 constexpr uint32_t kMaxPayload = 32U << 20;
@@ -50,6 +51,9 @@ enum class MessageType : uint16_t {
   kUnlink = 22,  // both sides forget the link
   kUnlinked = 23,
   kFailure = 24,  // status and sentence
+  // Notices on a link, which nobody answers. Each is in force for what comes after it.
+  kShare = 32,     // source: these addresses are bytes of the file whose descriptor comes along
+  kWithdraw = 33,  // source: they are so no more
 };
 
 constexpr MessageType reply_to(MessageType request) {

@@ -9,6 +9,8 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import re
+import resource
 import socket
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,6 +19,7 @@ from typing import Any
 from contract.bulk import BulkMethods
 from contract.engines import HOST_ENGINE, import_engine, is_vendor
 from contract.memory import ALIGNMENT, Tensor, Window, pattern
+from vllm_llmdd_connector.datadist._engine import testing
 
 _PORT_ATTEMPTS = 5
 
@@ -44,8 +47,12 @@ class Cluster(BulkMethods):
         host_pool: str = "",
         link_time_s: int = 0,
         backend: str | None = None,
+        transport: str | None = None,
+        share_minimum: int = 1,
     ) -> None:
         self.api: Any = import_engine(api)
+        # Tests have little memory, and it should be shared all the same.
+        testing.set_share_minimum(share_minimum)
         self.pending_links: list[Callable[[], None]] = []
         if user is not None:
             os.setuid(user)
@@ -58,11 +65,14 @@ class Cluster(BulkMethods):
         config.link_total_time = link_time_s
         if backend is not None:
             config.transfer_backend = backend
+        if transport is not None:
+            config.transport = transport
         self.datadist = self.api.LLMDataDist(self.api.LLMRole.MIX, cluster_id)
         self._listen_port = self._init(config, listen)
         self.caches: dict[int, Any] = {}
         self.tensors: dict[int, Sequence[Tensor | Window]] = {}
         self._inaccessible: list[mmap.mmap] = []
+        self._mapped: list[mmap.mmap] = []
 
     def _init(self, config: Any, listen: bool) -> int:
         """Initialise the engine; the port it was given, or 0."""
@@ -172,6 +182,51 @@ class Cluster(BulkMethods):
             accessible,
         )
         return self._keep(cache, memory)
+
+    def add_slabs(
+        self,
+        tensors: int,
+        blocks: int,
+        block_bytes: int,
+        *,
+        first: int = 64,
+        gap: int = 0,
+        model_id: int = 0,
+        seed: int = 0,
+        file: str | None = None,
+    ) -> int:
+        """Register a blocks cache whose tensors lie in one piece of memory, from its byte `first`
+        on with `gap` bytes between two, private or of a file."""
+        size = blocks * block_bytes
+        whole = first + tensors * (size + gap) + mmap.PAGESIZE
+        if file is None:
+            memory = mmap.mmap(-1, whole, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        else:
+            with open(file, "w+b") as opened:
+                opened.truncate(whole)
+                memory = mmap.mmap(opened.fileno(), whole)
+        self._mapped.append(memory)
+        base = ctypes.addressof(ctypes.c_char.from_buffer(memory)) + first
+        windows = [Window(base + i * (size + gap), size) for i in range(tensors)]
+        for index, window in enumerate(windows):
+            window.write(pattern(seed + index, size))
+        return self._register_windows(windows, blocks, block_bytes, model_id)
+
+    def register_again(self, cache_id: int, *, model_id: int) -> int:
+        """Register the memory of a blocks cache once more."""
+        desc = self.caches[cache_id].cache_desc
+        windows = [Window(addr, desc.size) for addr in self.addrs(cache_id)]
+        return self._register_windows(windows, *desc.shape, model_id)
+
+    def _register_windows(
+        self, windows: Sequence[Window], blocks: int, block_bytes: int, model_id: int
+    ) -> int:
+        cache = self.manager.register_blocks_cache(
+            self._desc(len(windows), blocks, block_bytes, False),
+            [window.addr for window in windows],
+            self.api.BlocksCacheKey(self.datadist.cluster_id, model_id),
+        )
+        return self._keep(cache, windows)
 
     def register_unmapped(self, *, model_id: int) -> int:
         """Register a blocks cache like `add_blocks`, whose memory is gone."""
@@ -366,6 +421,27 @@ class Cluster(BulkMethods):
                 status = (task / "status").read_text()
                 counts[task.name] = int(status.partition("voluntary_ctxt_switches:")[2].split()[0])
         return counts
+
+    def shared_pages(self) -> dict[str, int]:
+        """Bytes of shared memory that are mapped here, by permissions."""
+        found: dict[str, int] = {}
+        for line in Path("/proc/self/maps").read_text().splitlines():
+            if "/memfd:llmdd-kv" in line:
+                area, permissions = line.split()[:2]
+                begin, end = (int(number, 16) for number in area.split("-"))
+                found[permissions] = found.get(permissions, 0) + end - begin
+        return found
+
+    def mapped_names(self) -> set[str]:
+        """Names of all memfds that are mapped here."""
+        return set(re.findall(r"/memfd:(\S+)", Path("/proc/self/maps").read_text()))
+
+    def limit_shared_memory(self, size: int) -> None:
+        testing.limit_shared_memory(size)
+
+    def limit_file_size(self, size: int) -> None:
+        hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
 
     def resident_kib(self) -> int:
         with open("/proc/self/statm") as statm:

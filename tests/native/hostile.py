@@ -52,6 +52,9 @@ class Hostile:
     def send(self, kind: int, payload: bytes = b"", call_id: int = 0) -> None:
         self.link.sendall(wire.frame(kind, payload, call_id))
 
+    def send_with_fds(self, kind: int, payload: bytes, fds: list[int]) -> None:
+        socket.send_fds(self.link, [wire.frame(kind, payload)], fds)
+
     def ask(self, kind: int, payload: bytes) -> tuple[int, bytes]:
         """A request's answer: message type and payload."""
         self.send(kind, payload, 5)

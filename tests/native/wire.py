@@ -9,6 +9,7 @@ from vllm_llmdd_connector.datadist._engine import testing
 HELLO, WELCOME, REJECT, INTRODUCE, VERDICT = 1, 2, 3, 4, 5
 RESOLVE, RESOLVED, FINISH, FINISHED, PUSH, PUSHED = 16, 17, 18, 19, 20, 21
 UNLINK, UNLINKED, FAILURE = 22, 23, 24
+SHARE, WITHDRAW = 32, 33
 HEADER = struct.Struct("<IHHIIQ")
 
 
@@ -45,8 +46,18 @@ def outcome(status: int, reason: bytes = b"") -> bytes:
     return struct.pack("<I", status) + text(reason)
 
 
-def introduce(token: bytes, nonce: bytes, nonce_addr: int) -> bytes:
-    return token + nonce + struct.pack("<Q", nonce_addr)
+def introduce(token: bytes, nonce: bytes, nonce_addr: int, *, maps_shared: bool = False) -> bytes:
+    return token + nonce + struct.pack("<QB", nonce_addr, maps_shared)
+
+
+def share(file_id: int, size: int, ranges: list[tuple[int, int, int]]) -> bytes:
+    """Each range is (address, length, offset)."""
+    packed = b"".join(struct.pack("<QQQ", *one) for one in ranges)
+    return struct.pack("<QQI", file_id, size, len(ranges)) + packed
+
+
+def withdraw(file_id: int) -> bytes:
+    return struct.pack("<Q", file_id)
 
 
 def ref(kind: int, number: int = 0, model_id: int = 0, row: int = 0) -> bytes:

@@ -31,6 +31,7 @@ class HostEngine:
         host_pool: _Pool = None,
         link_total_time_ms: int = 120000,
         link_retries: int = 1,
+        transport: str = "auto",
     ) -> None: ...
     def finalize(self) -> None: ...
     @property
@@ -204,6 +205,19 @@ class testing:
     @staticmethod
     def set_copy_rate(bytes_per_second: int) -> None:
         """Slow this process's copies down to a link's rate; 0 takes the bound away."""
+
+    @staticmethod
+    def set_copy_width(threads: int) -> None:
+        """At most this many threads work on one copy; 0 is the usual number."""
+
+    @staticmethod
+    def set_share_minimum(bytes: int) -> None:
+        """The smallest piece of memory that is shared with peers, below a page also edges of pages;
+        0 is the usual one."""
+
+    @staticmethod
+    def limit_shared_memory(bytes: int) -> None:
+        """The system has no more for one file of shared memory; 0 ends that."""
 
     @staticmethod
     def probe_sentence(pid: int, error: int) -> str: ...

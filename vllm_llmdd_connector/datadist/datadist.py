@@ -63,6 +63,7 @@ class _Running:
                 settings.host_pool,
                 settings.link_total_time_ms,
                 settings.link_retries,
+                settings.transport,
             )
         link_use = LinkUse()
         self.cache_manager = CacheManager(self.engine, settings.remote_access)

@@ -28,6 +28,7 @@ _CLUSTER_INFO = "llm.ClusterInfo"
 _SWITCH_ROLE = "llm.EnableSwitchRole"
 _LINK_TIME = "llm.LinkTotalTime"
 _LINK_RETRIES = "llm.LinkRetryCount"
+_TRANSPORT = "llmdd.Transport"
 _LINK_TIME_VARIABLE = "HCCL_CONNECT_TIMEOUT"  # the vendor's default for link()
 
 _DEFAULT_SYNC_KV_TIMEOUT_MS = 1000
@@ -56,6 +57,7 @@ class EngineSettings:
     point_to_point: bool  # the backend has no link()
     first_generation: bool = False  # KvCacheManager, else CacheManager
     may_switch_role: bool = True
+    transport: str = "auto"  # the engine names the allowed values
 
 
 def read_settings(options: Mapping[str, str], role: LLMRole) -> EngineSettings:
@@ -81,6 +83,7 @@ def read_settings(options: Mapping[str, str], role: LLMRole) -> EngineSettings:
         link_total_time_ms=_link_time_s(completed) * 1000,
         link_retries=_link_retries(completed),
         point_to_point=_BACKEND in completed,
+        transport=completed.get(_TRANSPORT, "auto"),
     )
 
 
@@ -105,6 +108,7 @@ def _first_generation(options: Mapping[str, str], role: LLMRole) -> EngineSettin
         point_to_point=False,
         first_generation=True,
         may_switch_role=options.get(_SWITCH_ROLE) == "1",
+        transport=options.get(_TRANSPORT, "auto"),
     )
 
 

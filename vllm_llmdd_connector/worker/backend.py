@@ -135,6 +135,11 @@ def choose_backend(config: ConnectorConfig, kv_caches: Mapping[str, Any]) -> Bac
                 f"KV cache of layer {layer} is on device {device}, but engine 'ascend' moves NPU "
                 "and host memory only; use a connector for that device"
             )
+        if config.transport != "auto":
+            raise ConfigError(
+                f"transport is {config.transport!r}, but engine 'ascend' moves bytes by itself; "
+                "leave transport out or set it to 'auto'"
+            )
         if on_npu and config.kv_digest:
             raise ConfigError(
                 f"kv_digest reads host memory, but the KV cache is on {device}; leave kv_digest out"
@@ -204,6 +209,7 @@ class HostBackend:
         options.enable_cache_manager = True
         options.enable_remote_cache_accessible = True
         options.sync_kv_timeout = config.sync_kv_timeout_ms
+        options.transport = config.transport
         if is_producer:
             options.listen_ip_info = f"{config.host}:0"
         role = api.LLMRole.PROMPT if is_producer else api.LLMRole.DECODER

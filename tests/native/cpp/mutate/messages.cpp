@@ -10,7 +10,7 @@ namespace {
 const std::vector<MessageType> kTypes = {
     MessageType::kHello,   MessageType::kWelcome, MessageType::kReject,   MessageType::kIntroduce,
     MessageType::kVerdict, MessageType::kResolve, MessageType::kResolved, MessageType::kFinish,
-    MessageType::kPush,    MessageType::kFailure};
+    MessageType::kPush,    MessageType::kFailure, MessageType::kShare,    MessageType::kWithdraw};
 
 std::string random_text(Random& random) {
   std::string text(random.one_in(10) ? random.below(1100) : random.below(12), 'x');
@@ -26,6 +26,14 @@ std::vector<uint64_t> random_list(Random& random) {
   std::vector<uint64_t> values(random.below(6));
   for (uint64_t& value : values) value = random.awkward();
   return values;
+}
+
+Share random_share(Random& random) {
+  Share share{random.below(3), random.awkward(), {}};
+  for (uint64_t ranges = random.below(4); ranges > 0; --ranges) {
+    share.ranges.push_back({random.awkward(), random.awkward(), random.awkward()});
+  }
+  return share;
 }
 
 template <typename Message>
@@ -51,6 +59,10 @@ void decode(MessageType type, const Bytes& payload) {
       return check_round_trip<Finish>(payload);
     case MessageType::kPush:
       return check_round_trip<Push>(payload);
+    case MessageType::kShare:
+      return check_round_trip<Share>(payload);
+    case MessageType::kWithdraw:
+      return check_round_trip<Withdraw>(payload);
     default:
       return check_round_trip<Outcome>(payload);
   }
@@ -93,7 +105,7 @@ Bytes random_payload(MessageType type, Random& random) {
           random.awkward(), random.one_in(2), random_facts(random), random_text(random), {}}
           .encode();
     case MessageType::kIntroduce:
-      return Introduce{{}, {}, random.awkward()}.encode();
+      return Introduce{{}, {}, random.awkward(), random.one_in(2)}.encode();
     case MessageType::kResolve:
       return Resolve{random_ref(random)}.encode();
     case MessageType::kResolved:
@@ -108,6 +120,10 @@ Bytes random_payload(MessageType type, Random& random) {
           .encode();
     case MessageType::kPush:
       return random_push(random, random_list(random)).encode();
+    case MessageType::kShare:
+      return random_share(random).encode();
+    case MessageType::kWithdraw:
+      return Withdraw{random.awkward()}.encode();
     default:
       return Outcome{static_cast<Status>(random.awkward()), random_text(random)}.encode();
   }

@@ -27,6 +27,7 @@ const std::vector<Scenario> kScenarios = {
     {"members", llmdd::test::members_meet_in_both_directions},
     {"engines", llmdd::test::engines_end_during_everything},
     {"caches", llmdd::test::allocated_caches_are_given_back},
+    {"shares", llmdd::test::shared_memory_comes_and_goes},
     {"processes", [] { llmdd::test::processes_talk(own_program); }},
 };
 

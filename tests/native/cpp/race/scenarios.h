@@ -19,6 +19,8 @@ void members_meet_in_both_directions();
 void engines_end_during_everything();
 // Allocated caches are pulled, deallocated and unbound at once; no memory is left in the pool.
 void allocated_caches_are_given_back();
+// Memory that both sides have mapped is registered, copied and given up while links come and go.
+void shared_memory_comes_and_goes();
 
 // The same traffic between two processes, one of which is killed at the end.
 void processes_talk(const char* program);

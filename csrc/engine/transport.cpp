@@ -1,0 +1,33 @@
+#include "engine/transport.h"
+
+#include "common/status.h"
+
+namespace llmdd {
+namespace {
+
+constexpr Transport kTransports[] = {Transport::kAuto, Transport::kShm, Transport::kCma};
+
+}  // namespace
+
+const char* transport_name(Transport transport) {
+  switch (transport) {
+    case Transport::kShm:
+      return "shm";
+    case Transport::kCma:
+      return "cma";
+    case Transport::kAuto:
+      break;
+  }
+  return "auto";
+}
+
+Transport parse_transport(const std::string& name) {
+  std::string allowed;
+  for (Transport transport : kTransports) {
+    if (name == transport_name(transport)) return transport;
+    allowed += std::string(allowed.empty() ? "" : ", ") + transport_name(transport);
+  }
+  throw Error(Status::kParamInvalid, "transport is '" + name + "', it must be one of: " + allowed);
+}
+
+}  // namespace llmdd
