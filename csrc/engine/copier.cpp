@@ -94,31 +94,30 @@ using SteadyClock = std::chrono::steady_clock;
 
 std::atomic<uint64_t> g_copy_rate{0};
 
-void keep_to_rate(SteadyClock::time_point begin, uint64_t bytes) {
-  uint64_t rate = g_copy_rate.load(std::memory_order_relaxed);
-  if (rate == 0) return;
-  std::chrono::duration<double> needed(static_cast<double>(bytes) / static_cast<double>(rate));
-  std::this_thread::sleep_until(begin + std::chrono::duration_cast<SteadyClock::duration>(needed));
-}
-
 }  // namespace
 
 void set_copy_rate(uint64_t bytes_per_second) { g_copy_rate = bytes_per_second; }
+
+void CopyPace::add(uint64_t bytes) {
+  copied_ += bytes;
+  uint64_t rate = g_copy_rate.load(std::memory_order_relaxed);
+  if (rate == 0) return;
+  std::chrono::duration<double> needed(static_cast<double>(copied_) / static_cast<double>(rate));
+  std::this_thread::sleep_until(begin_ + std::chrono::duration_cast<SteadyClock::duration>(needed));
+}
 
 void copy_from_process(pid_t source, const CopyPlan& plan,
                        const std::function<void()>& checkpoint) {
   if (plan.runs.empty()) return;
   Batch batch(plan);
-  SteadyClock::time_point begin = SteadyClock::now();
-  uint64_t copied = 0;
+  CopyPace pace;
   while (batch.fill()) {
     checkpoint();
     ssize_t count = batch.read_from(source);
     if (count < 0 && errno == EINTR) continue;
     if (count <= 0) throw_copy_error(source, count < 0 ? errno : EFAULT);
     batch.consume(static_cast<uint64_t>(count));
-    copied += static_cast<uint64_t>(count);
-    keep_to_rate(begin, copied);
+    pace.add(static_cast<uint64_t>(count));
   }
   checkpoint();
 }

@@ -3,6 +3,7 @@
 
 #include <sys/types.h>
 
+#include <chrono>
 #include <cstdint>
 #include <functional>
 #include <vector>
@@ -25,5 +26,16 @@ void copy_from_process(pid_t source, const CopyPlan& plan, const std::function<v
 // Lets every copy of this process take as long as over a link of this rate; 0: as fast as it goes.
 // For tests and benches of what happens meanwhile.
 void set_copy_rate(uint64_t bytes_per_second);
+
+// Holds one copy to that rate.
+class CopyPace {
+ public:
+  // These bytes have been copied, too. Sleeps for as long as that was too fast.
+  void add(uint64_t bytes);
+
+ private:
+  const std::chrono::steady_clock::time_point begin_ = std::chrono::steady_clock::now();
+  uint64_t copied_ = 0;
+};
 
 }  // namespace llmdd

@@ -5,78 +5,18 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <array>
 #include <cerrno>
 
-#include "common/log.h"
+#include "engine/handshake_io.h"
+#include "engine/nixl_memory.h"
 #include "engine/rendezvous.h"
+#include "engine/transport_choice.h"
 
 namespace llmdd {
 namespace {
 
 constexpr int64_t kHelloTimeoutMs = 3000;
 constexpr uint32_t kMaxHandshakeMs = 60000;
-
-void send_frame(int fd, MessageType type, const Bytes& payload, const WaitLimit& limit) {
-  Bytes frame = encode_frame(type, 0, payload);
-  write_all(fd, frame.data(), frame.size(), limit);
-}
-
-Frame read_frame(int fd, const WaitLimit& limit) {
-  std::array<uint8_t, kFrameHeaderBytes> bytes;
-  read_exact(fd, bytes.data(), bytes.size(), limit);
-  FrameHeader header = decode_header(bytes.data(), kMaxHandshakePayload);
-  Frame frame{header.type, header.call_id, Bytes(header.payload_bytes)};
-  read_exact(fd, frame.payload.data(), frame.payload.size(), limit);
-  return frame;
-}
-
-// A Reject in place of the expected message carries the peer's reason.
-Frame expect(int fd, MessageType type, const WaitLimit& limit) {
-  Frame frame = read_frame(fd, limit);
-  if (frame.type == MessageType::kReject) {
-    Outcome outcome = Outcome::decode(frame.payload);
-    throw Error(outcome.failure(), "the peer refused: " + outcome.text);
-  }
-  if (frame.type != type) {
-    throw WireError("unexpected message type " + std::to_string(int(frame.type)) +
-                    " during the handshake");
-  }
-  return frame;
-}
-
-// A peer that has refused meanwhile has left its reason to be read.
-void send_or_learn(int fd, MessageType type, const Bytes& payload, const WaitLimit& limit) {
-  try {
-    send_frame(fd, type, payload, limit);
-  } catch (const Error&) {
-    expect(fd, MessageType::kReject, limit);
-    throw;
-  }
-}
-
-// The peer learns the reason if it still listens; this side's own error is the one that counts.
-void try_reject(int fd, Status status, const std::string& text, const WaitLimit& limit) {
-  try {
-    send_frame(fd, MessageType::kReject, Outcome{status, text}.encode(), limit);
-  } catch (const Error&) {
-    log(LogLevel::kDebug, "the peer left before it was told: " + text);
-  }
-}
-
-// Runs `step`; what it throws is told to the peer on `fd` and thrown on.
-template <typename Step>
-auto or_reject(int fd, const WaitLimit& limit, Step step) {
-  try {
-    return step();
-  } catch (const Error& error) {
-    try_reject(fd, error.status(), error.what(), limit);
-    throw;
-  } catch (const WireError& error) {
-    try_reject(fd, Status::kLinkFailed, error.what(), limit);
-    throw Error(Status::kLinkFailed, error.what());
-  }
-}
 
 const char* mode_name(bool remote_access) { return remote_access ? "True" : "False"; }
 
@@ -97,7 +37,7 @@ std::string unreachable_sentence(const Identity& self, const Welcome& welcome, c
   std::string socket = "socket " + welcome.socket_path + " cannot be reached (" + why + "): ";
   if (self.host.boot_id != welcome.host.boot_id) {
     return socket +
-           "the peer runs on another host, and this engine only links processes of one host";
+           "the peer runs on another host; set transport to nixl, or to auto, on both sides";
   }
   if (::access(welcome.socket_path.c_str(), F_OK) != 0 && errno == EACCES) {
     return socket + "it belongs to another user; run both processes as the same user";
@@ -119,9 +59,37 @@ Introduce introduction(const Identity& self, const Nonce& token) {
   return {token, self.nonce, self.nonce_addr()};
 }
 
+bool needs_nixl_with(const Identity& self, Transport transport, const HostFacts& host) {
+  TransportFacts local{self.transport, self.host.boot_id};
+  TransportFacts peer{transport, host.boot_id};
+  if (!needs_nixl(local, peer)) return false;
+  if (!self.nixl->installed()) {
+    throw Error(Status::kLinkFailed, missing_nixl_sentence(local, peer));
+  }
+  return true;
+}
+
+// The dialling side's half over TCP alone.
+Greeted stage_with_listener(const Identity& self, const Nonce& token, uint64_t cluster_id,
+                            UniqueFd& connection, const WaitLimit& limit,
+                            const std::function<void()>& confirm) {
+  int fd = connection.get();
+  std::unique_ptr<NixlMemory> memory = self.nixl->make();
+  send_or_learn(fd, MessageType::kStage, memory->stage(token).encode(), limit);
+  memory->connect(Stage::decode(expect(fd, MessageType::kStage, limit).payload));
+  exchange_verdict(fd, limit, confirm);
+  prepare_connection(fd);
+  return {cluster_id, std::move(connection), {}, std::move(memory)};
+}
+
+Welcome welcome_of(const Identity& self) {
+  return {self.cluster_id, self.remote_access, self.host, self.transport, "", random_nonce()};
+}
+
 Welcome exchange_hello(const Identity& self, uint64_t cluster_id, int tcp, const WaitLimit& limit) {
-  Hello hello{self.cluster_id, cluster_id, self.remote_access,
-              static_cast<uint32_t>(limit.deadline.remaining_ms()), self.host};
+  Hello hello{self.cluster_id,    cluster_id,
+              self.remote_access, static_cast<uint32_t>(limit.deadline.remaining_ms()),
+              self.host,          self.transport};
   send_frame(tcp, MessageType::kHello, hello.encode(), limit);
   Welcome welcome = Welcome::decode(expect(tcp, MessageType::kWelcome, limit).payload);
   check_id("the peer at this address has another cluster id", cluster_id, welcome.cluster_id);
@@ -129,19 +97,13 @@ Welcome exchange_hello(const Identity& self, uint64_t cluster_id, int tcp, const
   return welcome;
 }
 
-void exchange_verdict(int socket, const WaitLimit& limit, const std::function<void()>& confirm) {
-  confirm();
-  send_or_learn(socket, MessageType::kVerdict, Outcome{}.encode(), limit);
-  Outcome verdict = Outcome::decode(expect(socket, MessageType::kVerdict, limit).payload);
-  if (verdict.status != Status::kSuccess) {
-    throw Error(verdict.failure(), "the peer refused: " + verdict.text);
-  }
-}
-
 Greeted greet_listener_checked(const Identity& self, const Prober& prober, uint64_t cluster_id,
-                               int tcp, const WaitLimit& limit,
+                               UniqueFd& connection, const WaitLimit& limit,
                                const std::function<void()>& confirm) {
-  Welcome welcome = exchange_hello(self, cluster_id, tcp, limit);
+  Welcome welcome = exchange_hello(self, cluster_id, connection.get(), limit);
+  if (needs_nixl_with(self, welcome.transport, welcome.host)) {
+    return stage_with_listener(self, welcome.token, cluster_id, connection, limit, confirm);
+  }
   UniqueFd socket = dial_peer_socket(self, welcome, limit);
   PeerProcess process = identify_peer(socket.get());
   send_or_learn(socket.get(), MessageType::kIntroduce, introduction(self, welcome.token).encode(),
@@ -205,13 +167,52 @@ Hello receive_hello(const Identity& self, int tcp, int stop_fd,
   });
 }
 
+// The listening side's half on the Unix socket. The dialling side may still give up on TCP.
+void meet_on_socket(const Identity& self, const Prober& prober, uint64_t cluster_id, int tcp,
+                    const WaitLimit& limit, const ListenerActions& actions) {
+  Rendezvous rendezvous;
+  Welcome welcome = welcome_of(self);
+  welcome.socket_path = rendezvous.socket_path();
+  send_frame(tcp, MessageType::kWelcome, welcome.encode(), limit);
+  Visitor visitor = receive_visitor(rendezvous, welcome.token, tcp, limit);
+  // `file` takes the socket; the copy is for telling the peer when it refuses.
+  UniqueFd socket(::fcntl(visitor.socket.get(), F_DUPFD_CLOEXEC, 0));
+  send_frame(socket.get(), MessageType::kIntroduce, introduction(self, welcome.token).encode(),
+             limit);
+  or_reject(socket.get(), limit, [&] {
+    prober.probe(visitor.process.pid, visitor.introduce.nonce_addr, visitor.introduce.nonce);
+    expect(socket.get(), MessageType::kVerdict, limit);
+    auto memory = std::make_unique<ProcessMemory>(visitor.process.pid);
+    actions.file(
+        {cluster_id, std::move(visitor.socket), std::move(visitor.process), std::move(memory)});
+  });
+}
+
+// The listening side's half over TCP alone. The caller keeps `tcp`, to tell the peer of a failure.
+void stage_with_dialer(const Identity& self, uint64_t cluster_id, const UniqueFd& tcp,
+                       const WaitLimit& limit, const ListenerActions& actions) {
+  Welcome welcome = welcome_of(self);
+  send_frame(tcp.get(), MessageType::kWelcome, welcome.encode(), limit);
+  Stage peer = Stage::decode(expect(tcp.get(), MessageType::kStage, limit).payload);
+  if (peer.token != welcome.token) {
+    throw Error(Status::kLinkFailed, "the caller repeats another number than it was given");
+  }
+  std::unique_ptr<NixlMemory> memory = self.nixl->make();
+  memory->connect(peer);
+  send_frame(tcp.get(), MessageType::kStage, memory->stage(welcome.token).encode(), limit);
+  expect(tcp.get(), MessageType::kVerdict, limit);
+  UniqueFd connection(::fcntl(tcp.get(), F_DUPFD_CLOEXEC, 0));
+  prepare_connection(connection.get());
+  actions.file({cluster_id, std::move(connection), {}, std::move(memory)});
+}
+
 }  // namespace
 
 Greeted greet_over(const Identity& self, const Prober& prober, uint64_t cluster_id,
                    UniqueFd connection, const WaitLimit& limit,
                    const std::function<void()>& confirm) {
   return or_reject(connection.get(), limit, [&] {
-    return greet_listener_checked(self, prober, cluster_id, connection.get(), limit, confirm);
+    return greet_listener_checked(self, prober, cluster_id, connection, limit, confirm);
   });
 }
 
@@ -237,28 +238,16 @@ void greet_dialer(const Identity& self, const Prober& prober, UniqueFd tcp, int 
   int64_t timeout_ms = std::clamp(hello.timeout_ms, 1U, kMaxHandshakeMs);
   WaitLimit limit{Deadline::after_ms(timeout_ms), stop_fd};
   or_reject(tcp.get(), limit, [&] {
-    Rendezvous rendezvous;
-    Welcome welcome{self.cluster_id, self.remote_access, self.host, rendezvous.socket_path(),
-                    random_nonce()};
-    send_frame(tcp.get(), MessageType::kWelcome, welcome.encode(), limit);
-    Visitor visitor;
     try {
-      visitor = receive_visitor(rendezvous, welcome.token, tcp.get(), limit);
+      if (needs_nixl_with(self, hello.transport, hello.host)) {
+        stage_with_dialer(self, hello.cluster_id, tcp, limit, actions);
+      } else {
+        meet_on_socket(self, prober, hello.cluster_id, tcp.get(), limit, actions);
+      }
     } catch (const Error& error) {
       if (error.status() == Status::kAlreadyLink) actions.agree_linked(hello.cluster_id);
       throw;
     }
-    // `file` takes the socket; the copy is for telling the peer when it refuses.
-    UniqueFd socket(::fcntl(visitor.socket.get(), F_DUPFD_CLOEXEC, 0));
-    send_frame(socket.get(), MessageType::kIntroduce, introduction(self, welcome.token).encode(),
-               limit);
-    or_reject(socket.get(), limit, [&] {
-      prober.probe(visitor.process.pid, visitor.introduce.nonce_addr, visitor.introduce.nonce);
-      expect(socket.get(), MessageType::kVerdict, limit);
-      auto memory = std::make_unique<ProcessMemory>(visitor.process.pid);
-      actions.file({hello.cluster_id, std::move(visitor.socket), std::move(visitor.process),
-                    std::move(memory)});
-    });
   });
 }
 

@@ -13,6 +13,17 @@
 //   Verdict      ------------------------------->    files the link
 //                <-------------------------------    Verdict
 //
+// When one side is set to NIXL, or both are set to find out and run on different hosts, the Welcome
+// says so, and the TCP connection itself becomes the link:
+//
+//   Stage        ------------------------------->    checks the token, connects its NIXL agent
+//                <-------------------------------    Stage
+//   connects its NIXL agent
+//   Verdict      ------------------------------->    files the link
+//                <-------------------------------    Verdict
+//
+// There the kernel says nothing of the peer's user: see docs/security.md.
+//
 // Every wait is bounded by one deadline. What arrives is hostile until checked.
 #pragma once
 
@@ -24,6 +35,7 @@
 #include "common/random.h"
 #include "common/socket_io.h"
 #include "engine/messages.h"
+#include "engine/nixl_links.h"
 #include "engine/peer_memory.h"
 #include "engine/peer_process.h"
 #include "engine/prober.h"
@@ -34,13 +46,15 @@ namespace llmdd {
 struct Identity {
   uint64_t cluster_id = 0;
   bool remote_access = false;
+  Transport transport = Transport::kAuto;
+  std::shared_ptr<NixlLinks> nixl = std::make_shared<NixlLinks>("", 0);
   HostFacts host = read_host_facts();
   const Nonce nonce = random_nonce();
 
   uint64_t nonce_addr() const { return reinterpret_cast<uint64_t>(nonce.data()); }
 };
 
-// A peer that has passed every check.
+// A peer that has passed every check. Over NIXL its process is unknown.
 struct Greeted {
   uint64_t cluster_id = 0;
   UniqueFd socket;

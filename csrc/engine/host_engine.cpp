@@ -6,6 +6,7 @@
 #include <thread>
 
 #include "common/log.h"
+#include "engine/staging_slab.h"
 
 namespace llmdd {
 namespace {
@@ -51,7 +52,9 @@ class HostEngine::Call {
 HostEngine::HostEngine(const EngineOptions& options)
     : options_(options),
       owner_pid_(::getpid()),
-      identity_{options.cluster_id, options.remote_access},
+      identity_{options.cluster_id, options.remote_access, options.transport,
+                std::make_shared<NixlLinks>(options.nixl_library,
+                                            (options.staging_mib << 20) / kSlotBytes)},
       device_pool_(make_pool(options.device_pool)),
       host_pool_(make_pool(options.host_pool)),
       links_(options.cluster_id),

@@ -8,6 +8,7 @@
 
 #include "common/random.h"
 #include "common/status.h"
+#include "engine/transport.h"
 #include "engine/wire.h"
 #include "model/block_runs.h"
 #include "model/cache_key.h"
@@ -30,6 +31,7 @@ struct Hello {
   bool remote_access = false;
   uint32_t timeout_ms = 0;  // the listening side gives up by then, too
   HostFacts host;
+  Transport transport = Transport::kAuto;  // what this side is set to
 
   Bytes encode() const;
   static Hello decode(const Bytes& payload);
@@ -39,8 +41,9 @@ struct Welcome {
   uint64_t cluster_id = 0;
   bool remote_access = false;
   HostFacts host;
-  std::string socket_path;
-  Nonce token{};  // the dialling side repeats it on the Unix socket
+  Transport transport = Transport::kAuto;  // kNixl: Stage follows on this connection
+  std::string socket_path;                 // else the handshake goes on there
+  Nonce token{};                           // the dialling side repeats it
 
   Bytes encode() const;
   static Welcome decode(const Bytes& payload);
@@ -55,6 +58,22 @@ struct Introduce {
 
   Bytes encode() const;
   static Introduce decode(const Bytes& payload);
+};
+
+// Memory that a peer writes into, cut in slots of kSlotBytes.
+struct SlabFacts {
+  uint64_t addr = 0;
+  uint32_t num_slots = 0;
+};
+
+// Sent by both sides of a link over NIXL.
+struct Stage {
+  Nonce token{};
+  SlabFacts slab;
+  Bytes metadata;  // of the sender's NIXL agent
+
+  Bytes encode() const;
+  static Stage decode(const Bytes& payload);
 };
 
 // kReject, kVerdict and kFailure.
@@ -120,6 +139,22 @@ struct Push {
 
   Bytes encode() const;
   static Push decode(const Bytes& payload);
+};
+
+// Bytes of the receiver's registered memory, one piece behind the other, go to the start of a slot
+// of the sender's staging memory.
+struct Fetch {
+  struct Piece {
+    uint64_t addr = 0;
+    uint64_t length = 0;
+  };
+
+  uint32_t slot = 0;
+  std::vector<Piece> pieces;
+
+  uint64_t bytes() const;
+  Bytes encode() const;
+  static Fetch decode(const Bytes& payload);
 };
 
 }  // namespace llmdd

@@ -1,5 +1,5 @@
-// The memory of a linked peer, as this process reads it. The destination's process does all
-// copying, so this is the only way bytes move between engines.
+// The memory of a linked peer, as this process reads it. Only the destination's process writes to
+// its caches, so this is the only way bytes move between engines.
 #pragma once
 
 #include <sys/types.h>
@@ -7,8 +7,12 @@
 #include <functional>
 
 #include "engine/copier.h"
+#include "engine/wire.h"
 
 namespace llmdd {
+
+class Link;
+class RequestHandler;
 
 class PeerMemory {
  public:
@@ -18,6 +22,13 @@ class PeerMemory {
   // once. `checkpoint` throws to stop the copy, and what it throws passes through: no byte is
   // written after that. Throws Error(kFailed) when the peer's memory cannot be read.
   virtual void copy(const CopyPlan& plan, const std::function<void()>& checkpoint) = 0;
+
+  // For memory that is read by messages on the link. The link and its handler live longer.
+  virtual void attach(Link& /*link*/, RequestHandler& /*handler*/) {}
+  // Takes a request of the peer to serve it on another thread than the link's; false: does not.
+  virtual bool take(const Frame& /*request*/) { return false; }
+  // The link has ended. Returns when no thread of this object uses it any more.
+  virtual void end() {}
 };
 
 // A process of this host, read with process_vm_readv(2).

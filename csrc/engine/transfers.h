@@ -16,6 +16,7 @@
 #include "engine/link_table.h"
 #include "engine/messages.h"
 #include "engine/push_source.h"
+#include "engine/transport.h"
 
 namespace llmdd {
 
@@ -29,6 +30,9 @@ struct EngineOptions {
   std::optional<PoolConfig> host_pool;
   int64_t link_total_time_ms = 120'000;  // of a collective link(), with its retries
   uint32_t link_retries = 1;
+  Transport transport = Transport::kAuto;
+  std::string nixl_library;   // path; empty: not installed
+  uint32_t staging_mib = 64;  // of each link over NIXL
 };
 
 // Layer ranges of both sides; no range means all tensors.
