@@ -15,6 +15,12 @@ settings.register_profile("llmdd", deadline=None)
 settings.load_profile("llmdd")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--transport", help="transport of the engine in the contract suite; nixl skips the vendor's"
+    )
+
+
 @pytest.fixture
 def clock() -> FakeClock:
     """A clock that moves only when the test says so."""

@@ -30,7 +30,7 @@ HostFacts read_host(WireReader& reader) {
 
 Transport read_transport(WireReader& reader) {
   uint8_t number = reader.u8();
-  if (number >= kNumTransports) throw WireError("unknown transport " + std::to_string(number));
+  if (!is_transport(number)) throw WireError("unknown transport " + std::to_string(number));
   return static_cast<Transport>(number);
 }
 

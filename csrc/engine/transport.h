@@ -1,31 +1,24 @@
-// How the bytes of a link move.
+// How the bytes of a peer are read.
 #pragma once
 
 #include <cstdint>
+#include <string>
 
 namespace llmdd {
 
 // The numbers cross the wire.
 enum class Transport : uint8_t {
-  kAuto = 0,  // within one host by the host's own means, else by NIXL
-  kShm = 1,
-  kCma = 2,
-  kNixl = 3,
+  kAuto = 0,  // by the means of one host where both sides are on it, else by NIXL
+  kCma = 2,   // cross-memory attach only
+  kNixl = 3,  // NIXL only, also within a host
 };
 
-constexpr uint8_t kNumTransports = 4;
+// Throws Error(kParamInvalid) naming the allowed values.
+Transport parse_transport(const std::string& name);
 
-constexpr const char* transport_name(Transport transport) {
-  switch (transport) {
-    case Transport::kShm:
-      return "shm";
-    case Transport::kCma:
-      return "cma";
-    case Transport::kNixl:
-      return "nixl";
-    default:
-      return "auto";
-  }
-}
+const char* transport_name(Transport transport);
+
+// Whether this is a transport's number.
+bool is_transport(uint8_t number);
 
 }  // namespace llmdd

@@ -19,6 +19,7 @@ from contract.engines import HOST_ENGINE, import_engine, is_vendor
 from contract.memory import ALIGNMENT, Tensor, Window, pattern
 
 _PORT_ATTEMPTS = 5
+TRANSPORT_VARIABLE = "LLMDD_TEST_TRANSPORT"
 
 
 def free_port() -> int:
@@ -26,6 +27,12 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def choose_transport(config: Any) -> None:
+    """That of this test run; children inherit it."""
+    if transport := os.environ.get(TRANSPORT_VARIABLE):
+        config.transport = transport
 
 
 class Cluster(BulkMethods):
@@ -56,6 +63,7 @@ class Cluster(BulkMethods):
         config.mem_pool_cfg = pool
         config.host_mem_pool_cfg = host_pool
         config.link_total_time = link_time_s
+        choose_transport(config)
         if backend is not None:
             config.transfer_backend = backend
         self.datadist = self.api.LLMDataDist(self.api.LLMRole.MIX, cluster_id)

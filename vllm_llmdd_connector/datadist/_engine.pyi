@@ -31,6 +31,9 @@ class HostEngine:
         host_pool: _Pool = None,
         link_total_time_ms: int = 120000,
         link_retries: int = 1,
+        transport: str = "auto",
+        nixl_library: str = "",  # path; empty: not installed
+        staging_mib: int = 64,
     ) -> None: ...
     def finalize(self) -> None: ...
     @property

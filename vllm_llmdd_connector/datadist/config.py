@@ -290,6 +290,26 @@ class LLMConfig:
         check(0.0 <= mem_utilization <= 1.0, f"mem_utilization {mem_utilization} is not in [0, 1]")
         self._set("mem_utilization", mem_utilization, "llm.MemoryUtilization", str(mem_utilization))
 
+    @property
+    def transport(self) -> str:
+        """How bytes reach this process: auto, cma or nixl. An extension of the vendor's API."""
+        return str(self._values.get("transport", "auto"))
+
+    @transport.setter
+    def transport(self, transport: str) -> None:
+        check_type("transport", transport, str)
+        self._set("transport", transport, "llmdd.Transport", transport)
+
+    @property
+    def staging_mib(self) -> int:
+        """Staging memory of each link over NIXL, in MiB. An extension of the vendor's API."""
+        return int(self._values.get("staging_mib", 64))
+
+    @staging_mib.setter
+    def staging_mib(self, staging_mib: int) -> None:
+        check_uint32("staging_mib", staging_mib)
+        self._set("staging_mib", staging_mib, "llmdd.StagingMib", str(staging_mib))
+
 
 LlmConfig = LLMConfig
 

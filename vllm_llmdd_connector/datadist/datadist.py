@@ -63,6 +63,9 @@ class _Running:
                 settings.host_pool,
                 settings.link_total_time_ms,
                 settings.link_retries,
+                settings.transport,
+                settings.nixl_library,
+                settings.staging_mib,
             )
         link_use = LinkUse()
         self.cache_manager = CacheManager(self.engine, settings.remote_access)

@@ -199,6 +199,8 @@ class HostBackend:
         options.enable_cache_manager = True
         options.enable_remote_cache_accessible = True
         options.sync_kv_timeout = config.sync_kv_timeout_ms
+        options.transport = config.transport
+        options.staging_mib = config.staging_mib
         if is_producer:
             options.listen_ip_info = f"{config.host}:0"
         role = api.LLMRole.PROMPT if is_producer else api.LLMRole.DECODER
