@@ -69,17 +69,34 @@ bool needs_nixl_with(const Identity& self, Transport transport, const HostFacts&
   return true;
 }
 
+// What the dialling side's caller asks for.
+struct DialTerms {
+  uint64_t cluster_id = 0;
+  const std::string& link_secret;
+  const std::function<void()>& confirm;
+};
+
+void check_proof(const Stage& peer, const std::string& secret, const Digest* answered) {
+  if (secret.empty() || same_digest(peer.proof, peer.prove(secret, answered))) return;
+  throw Error(Status::kLinkFailed,
+              "the peer does not know the secret of this link; link with the one that the control "
+              "channel names");
+}
+
 // The dialling side's half over TCP alone.
-Greeted stage_with_listener(const Identity& self, const Nonce& token, uint64_t cluster_id,
-                            UniqueFd& connection, const WaitLimit& limit,
-                            const std::function<void()>& confirm) {
+Greeted stage_with_listener(const Identity& self, const Nonce& token, const DialTerms& terms,
+                            UniqueFd& connection, const WaitLimit& limit) {
   int fd = connection.get();
   std::unique_ptr<NixlMemory> memory = self.nixl->make();
-  send_or_learn(fd, MessageType::kStage, memory->stage(token).encode(), limit);
-  memory->connect(Stage::decode(expect(fd, MessageType::kStage, limit).payload));
-  exchange_verdict(fd, limit, confirm);
+  Stage own = memory->stage(token);
+  own.proof = own.prove(terms.link_secret);
+  send_or_learn(fd, MessageType::kStage, own.encode(), limit);
+  Stage peer = Stage::decode(expect(fd, MessageType::kStage, limit).payload);
+  check_proof(peer, terms.link_secret, &own.proof);
+  memory->connect(peer);
+  exchange_verdict(fd, limit, terms.confirm);
   prepare_connection(fd);
-  return {cluster_id, std::move(connection), {}, std::move(memory)};
+  return {terms.cluster_id, std::move(connection), {}, std::move(memory)};
 }
 
 Welcome welcome_of(const Identity& self) {
@@ -97,12 +114,11 @@ Welcome exchange_hello(const Identity& self, uint64_t cluster_id, int tcp, const
   return welcome;
 }
 
-Greeted greet_listener_checked(const Identity& self, const Prober& prober, uint64_t cluster_id,
-                               UniqueFd& connection, const WaitLimit& limit,
-                               const std::function<void()>& confirm) {
-  Welcome welcome = exchange_hello(self, cluster_id, connection.get(), limit);
+Greeted greet_listener_checked(const Identity& self, const Prober& prober, const DialTerms& terms,
+                               UniqueFd& connection, const WaitLimit& limit) {
+  Welcome welcome = exchange_hello(self, terms.cluster_id, connection.get(), limit);
   if (needs_nixl_with(self, welcome.transport, welcome.host)) {
-    return stage_with_listener(self, welcome.token, cluster_id, connection, limit, confirm);
+    return stage_with_listener(self, welcome.token, terms, connection, limit);
   }
   UniqueFd socket = dial_peer_socket(self, welcome, limit);
   PeerProcess process = identify_peer(socket.get());
@@ -111,10 +127,10 @@ Greeted greet_listener_checked(const Identity& self, const Prober& prober, uint6
   Introduce peer = Introduce::decode(expect(socket.get(), MessageType::kIntroduce, limit).payload);
   or_reject(socket.get(), limit, [&] {
     prober.probe(process.pid, peer.nonce_addr, peer.nonce);
-    exchange_verdict(socket.get(), limit, confirm);
+    exchange_verdict(socket.get(), limit, terms.confirm);
   });
   auto memory = std::make_unique<ProcessMemory>(process.pid);
-  return {cluster_id, std::move(socket), std::move(process), std::move(memory)};
+  return {terms.cluster_id, std::move(socket), std::move(process), std::move(memory)};
 }
 
 // Waits for the dialling side on the Unix socket, and for its reason on TCP if it gives up.
@@ -197,9 +213,12 @@ void stage_with_dialer(const Identity& self, uint64_t cluster_id, const UniqueFd
   if (peer.token != welcome.token) {
     throw Error(Status::kLinkFailed, "the caller repeats another number than it was given");
   }
+  check_proof(peer, self.link_secret, nullptr);
   std::unique_ptr<NixlMemory> memory = self.nixl->make();
   memory->connect(peer);
-  send_frame(tcp.get(), MessageType::kStage, memory->stage(welcome.token).encode(), limit);
+  Stage own = memory->stage(welcome.token);
+  own.proof = own.prove(self.link_secret, &peer.proof);
+  send_frame(tcp.get(), MessageType::kStage, own.encode(), limit);
   expect(tcp.get(), MessageType::kVerdict, limit);
   UniqueFd connection(::fcntl(tcp.get(), F_DUPFD_CLOEXEC, 0));
   prepare_connection(connection.get());
@@ -210,16 +229,18 @@ void stage_with_dialer(const Identity& self, uint64_t cluster_id, const UniqueFd
 
 Greeted greet_over(const Identity& self, const Prober& prober, uint64_t cluster_id,
                    UniqueFd connection, const WaitLimit& limit,
-                   const std::function<void()>& confirm) {
+                   const std::function<void()>& confirm, const std::string& link_secret) {
   return or_reject(connection.get(), limit, [&] {
-    return greet_listener_checked(self, prober, cluster_id, connection, limit, confirm);
+    return greet_listener_checked(self, prober, {cluster_id, link_secret, confirm}, connection,
+                                  limit);
   });
 }
 
 Greeted greet_listener(const Identity& self, const Prober& prober, const DialTarget& target,
                        const WaitLimit& limit, const std::function<void()>& confirm) {
   UniqueFd tcp = dial_tcp(target.ip, target.port, limit);
-  return greet_over(self, prober, target.cluster_id, std::move(tcp), limit, confirm);
+  return greet_over(self, prober, target.cluster_id, std::move(tcp), limit, confirm,
+                    target.link_secret);
 }
 
 void greet_as_linked(const Identity& self, uint64_t cluster_id, UniqueFd connection,

@@ -22,7 +22,9 @@
 //   Verdict      ------------------------------->    files the link
 //                <-------------------------------    Verdict
 //
-// There the kernel says nothing of the peer's user: see docs/security.md.
+// There the kernel says nothing of the peer's user, and an agent's metadata can only be read by
+// NIXL, which trusts it. So both sides prove first that they know the listening side's secret, if
+// it has one: see docs/security.md.
 //
 // Every wait is bounded by one deadline. What arrives is hostile until checked.
 #pragma once
@@ -47,6 +49,7 @@ struct Identity {
   uint64_t cluster_id = 0;
   bool remote_access = false;
   Transport transport = Transport::kAuto;
+  std::string link_secret;  // callers over NIXL must know it; empty: anybody may come
   std::shared_ptr<NixlLinks> nixl = std::make_shared<NixlLinks>("", 0);
   HostFacts host = read_host_facts();
   const Nonce nonce = random_nonce();
@@ -66,6 +69,7 @@ struct DialTarget {
   uint64_t cluster_id = 0;
   std::string ip;
   uint16_t port = 0;
+  std::string link_secret;  // the peer's; empty: it has none
 };
 
 // `confirm` is called before the message that makes the peer take the link, and throws to stop.
@@ -76,7 +80,7 @@ Greeted greet_listener(const Identity& self, const Prober& prober, const DialTar
 // The same over a stream on which the peer listens in another way.
 Greeted greet_over(const Identity& self, const Prober& prober, uint64_t cluster_id,
                    UniqueFd connection, const WaitLimit& limit,
-                   const std::function<void()>& confirm);
+                   const std::function<void()>& confirm, const std::string& link_secret = "");
 
 // Tells the listening side that the two are linked already. Returns when it agrees; throws
 // Error(kNotYetLink) when it knows of no such link, or not yet.

@@ -52,7 +52,7 @@ class HostEngine::Call {
 HostEngine::HostEngine(const EngineOptions& options)
     : options_(options),
       owner_pid_(::getpid()),
-      identity_{options.cluster_id, options.remote_access, options.transport,
+      identity_{options.cluster_id, options.remote_access, options.transport, options.link_secret,
                 std::make_shared<NixlLinks>(options.nixl_library,
                                             (options.staging_mib << 20) / kSlotBytes)},
       device_pool_(make_pool(options.device_pool)),

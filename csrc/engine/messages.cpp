@@ -62,6 +62,15 @@ Nonce read_nonce(WireReader& reader) {
   return nonce;
 }
 
+// All but the proof.
+void write_stage(WireWriter& writer, const Stage& stage) {
+  write_nonce(writer, stage.token);
+  writer.u64(stage.slab.addr);
+  writer.u32(stage.slab.num_slots);
+  writer.u32(static_cast<uint32_t>(stage.metadata.size()));
+  writer.raw(stage.metadata.data(), stage.metadata.size());
+}
+
 void write_layers(WireWriter& writer, const std::optional<LayerRange>& layers) {
   writer.u8(layers ? 1 : 0);
   writer.u64(layers ? layers->start : 0);
@@ -170,13 +179,19 @@ Introduce Introduce::decode(const Bytes& payload) {
   return introduce;
 }
 
+// Fresh for each handshake: the token is the listening side's, and each side's metadata names an
+// agent that was made for this link.
+Digest Stage::prove(const std::string& secret, const Digest* answered) const {
+  WireWriter writer;
+  write_stage(writer, *this);
+  if (answered != nullptr) writer.raw(answered->data(), answered->size());
+  return hmac_sha256(secret, writer.take());
+}
+
 Bytes Stage::encode() const {
   WireWriter writer;
-  write_nonce(writer, token);
-  writer.u64(slab.addr);
-  writer.u32(slab.num_slots);
-  writer.u32(static_cast<uint32_t>(metadata.size()));
-  writer.raw(metadata.data(), metadata.size());
+  write_stage(writer, *this);
+  writer.raw(proof.data(), proof.size());
   return writer.take();
 }
 
@@ -188,6 +203,7 @@ Stage Stage::decode(const Bytes& payload) {
   stage.slab.num_slots = reader.u32();
   stage.metadata.resize(reader.count(1));
   reader.raw(stage.metadata.data(), stage.metadata.size());
+  reader.raw(stage.proof.data(), stage.proof.size());
   reader.expect_end();
   uint64_t end = 0;
   if (stage.slab.num_slots == 0 || stage.slab.num_slots > kMaxSlots ||

@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "common/hmac.h"
 #include "common/random.h"
 #include "common/status.h"
 #include "engine/transport.h"
@@ -71,7 +72,10 @@ struct Stage {
   Nonce token{};
   SlabFacts slab;
   Bytes metadata;  // of the sender's NIXL agent
+  Digest proof{};  // that the sender knows the listening side's link secret
 
+  // `answered`: the proof of the dialling side's Stage, for the listening side's.
+  Digest prove(const std::string& secret, const Digest* answered = nullptr) const;
   Bytes encode() const;
   static Stage decode(const Bytes& payload);
 };

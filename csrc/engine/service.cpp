@@ -49,8 +49,10 @@ void Service::answer(Link& link, const Frame& request) {
       return finish(link, request);
     case MessageType::kPush:
       return push(link, request);
-    default:
+    case MessageType::kUnlink:
       return unlink(link, request);
+    default:
+      throw WireError("a fetch on a link whose peers read by themselves");
   }
 }
 

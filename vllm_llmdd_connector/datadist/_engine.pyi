@@ -32,6 +32,7 @@ class HostEngine:
         link_total_time_ms: int = 120000,
         link_retries: int = 1,
         transport: str = "auto",
+        link_secret: str = "",  # callers over NIXL must know it; empty: anybody may come
         nixl_library: str = "",  # path; empty: not installed
         staging_mib: int = 64,
     ) -> None: ...
@@ -57,7 +58,11 @@ class HostEngine:
         model_id: int | None,
     ) -> int: ...
     def unregister_cache(self, cache_id: int) -> None: ...
-    def link(self, targets: Sequence[tuple[int, str, int]], timeout_ms: int) -> list[int]: ...
+    def link(
+        self, targets: Sequence[tuple[int, str, int, str]], timeout_ms: int
+    ) -> list[int]:
+        """A target is (cluster id, ip, port, the peer's link secret)."""
+
     def unlink(self, cluster_ids: Sequence[int], timeout_ms: int, force: bool) -> list[int]: ...
     def last_link_error(self, cluster_id: int) -> str: ...
     def pull_cache(
@@ -194,6 +199,8 @@ class testing:
     def row_to_blocks(
         row_offset: int, row_bytes: int, block_bytes: int, dst: Sequence[int]
     ) -> list[_Triple]: ...
+    @staticmethod
+    def hmac_sha256(key: str, message: bytes) -> bytes: ...
     @staticmethod
     def recode(message_type: int, payload: bytes) -> bytes: ...
     @staticmethod

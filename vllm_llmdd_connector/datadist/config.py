@@ -310,6 +310,17 @@ class LLMConfig:
         check_uint32("staging_mib", staging_mib)
         self._set("staging_mib", staging_mib, "llmdd.StagingMib", str(staging_mib))
 
+    @property
+    def link_secret(self) -> str:
+        """What a peer must know to link to this process over NIXL; it gives it as
+        ``LLMClusterInfo.link_secret``. Empty: whoever reaches the port. An extension of the
+        vendor's API."""
+        return str(self._values.get("link_secret", ""))
+
+    @link_secret.setter
+    def link_secret(self, link_secret: str) -> None:
+        self._set_text("link_secret", link_secret, "llmdd.LinkSecret")
+
 
 LlmConfig = LLMConfig
 

@@ -31,6 +31,7 @@ _SWITCH_ROLE = "llm.EnableSwitchRole"
 _LINK_TIME = "llm.LinkTotalTime"
 _LINK_RETRIES = "llm.LinkRetryCount"
 _TRANSPORT = "llmdd.Transport"
+_LINK_SECRET = "llmdd.LinkSecret"
 _STAGING = "llmdd.StagingMib"
 _LINK_TIME_VARIABLE = "HCCL_CONNECT_TIMEOUT"  # the vendor's default for link()
 
@@ -62,6 +63,7 @@ class EngineSettings:
     link_retries: int
     point_to_point: bool  # the backend has no link()
     transport: str
+    link_secret: str  # empty: none
     nixl_library: str  # path; empty if NIXL is not installed or not wanted
     staging_mib: int  # of each link over NIXL
     first_generation: bool = False  # KvCacheManager, else CacheManager
@@ -192,6 +194,7 @@ def _link_retries(options: Mapping[str, str]) -> int:
 
 class _Transport(TypedDict):
     transport: str
+    link_secret: str
     nixl_library: str
     staging_mib: int
 
@@ -213,7 +216,12 @@ def _transport(options: Mapping[str, str]) -> _Transport:
         staging_mib in _STAGING_MIB,
         f"staging_mib is {staging_mib}, it must be in [{_STAGING_MIB[0]}, {_STAGING_MIB[-1]}]",
     )
-    return {"transport": transport, "nixl_library": library, "staging_mib": staging_mib}
+    return {
+        "transport": transport,
+        "link_secret": options.get(_LINK_SECRET, ""),
+        "nixl_library": library,
+        "staging_mib": staging_mib,
+    }
 
 
 def listen_address(options: Mapping[str, str]) -> tuple[str, int]:
