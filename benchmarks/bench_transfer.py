@@ -35,7 +35,7 @@ from report import Report, rate_quantiles
 
 BENCH = "transfer"
 MIB = 1 << 20
-ARMS = ("memcpy", "cma", "nixl")
+ARMS = ("memcpy", "cma", "nixl", "nixl-transport")
 OPS = ("read", "write")
 PATTERNS = ("scattered", "contiguous")
 TARGET_ID, INITIATOR_ID = 2, 1
@@ -118,6 +118,8 @@ class MemcpySide:
 class CmaSide:
     """One blocks cache per block size, all over the same memory."""
 
+    transport = "cma"
+
     def __init__(self, settings: Settings, initiator: bool, memory: Memory) -> None:
         from vllm_llmdd_connector import datadist
 
@@ -126,6 +128,7 @@ class CmaSide:
         config.enable_cache_manager = True
         config.enable_remote_cache_accessible = True
         config.sync_kv_timeout = 60_000
+        config.transport = self.transport
         config.listen_ip_info = "127.0.0.1:0"
         own_id = INITIATOR_ID if initiator else TARGET_ID
         self._datadist = datadist.LLMDataDist(datadist.LLMRole.MIX, own_id)
@@ -157,6 +160,12 @@ class CmaSide:
         key = self._api.BlocksCacheKey(TARGET_ID, self._models[block_bytes])
         move = manager.pull_blocks if op == "read" else manager.push_blocks
         move(key, self._caches[block_bytes], src, dst, tensor_num_per_layer=1)
+
+
+class NixlTransportSide(CmaSide):
+    """The same over a TCP link, whose bytes move through NIXL."""
+
+    transport = "nixl"
 
 
 class NixlSide:
@@ -200,6 +209,7 @@ SIDES: dict[str, Callable[[Settings, bool, Memory], Side]] = {
     "memcpy": MemcpySide,
     "cma": CmaSide,
     "nixl": NixlSide,
+    "nixl-transport": NixlTransportSide,
 }
 
 

@@ -10,6 +10,7 @@ import ctypes
 import mmap
 import os
 import socket
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,14 +30,16 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def choose_transport(config: Any) -> None:
-    """That of this test run; children inherit it."""
-    if transport := os.environ.get(TRANSPORT_VARIABLE):
-        config.transport = transport
+def choose_transport(config: Any, transport: str = "") -> None:
+    """This one, else that of the test run, which children inherit, else the default."""
+    if chosen := transport or os.environ.get(TRANSPORT_VARIABLE):
+        config.transport = chosen
 
 
 class Cluster(BulkMethods):
     """An initialised `LLMDataDist` of the engine `api` (a module name)."""
+
+    _host = "127.0.0.1"
 
     def __init__(
         self,
@@ -51,7 +54,11 @@ class Cluster(BulkMethods):
         host_pool: str = "",
         link_time_s: int = 0,
         backend: str | None = None,
+        transport: str = "",
+        link_secret: str = "",
+        host: str = "127.0.0.1",
     ) -> None:
+        self._host = host
         self.api: Any = import_engine(api)
         self.pending_links: list[Callable[[], None]] = []
         if user is not None:
@@ -63,7 +70,9 @@ class Cluster(BulkMethods):
         config.mem_pool_cfg = pool
         config.host_mem_pool_cfg = host_pool
         config.link_total_time = link_time_s
-        choose_transport(config)
+        choose_transport(config, transport)
+        if link_secret:
+            config.link_secret = link_secret
         if backend is not None:
             config.transfer_backend = backend
         self.datadist = self.api.LLMDataDist(self.api.LLMRole.MIX, cluster_id)
@@ -75,7 +84,7 @@ class Cluster(BulkMethods):
     def _init(self, config: Any, listen: bool) -> int:
         """Initialise the engine; the port it was given, or 0."""
         if not listen or not is_vendor(self.api):
-            config.listen_ip_info = "127.0.0.1:0" if listen else ""
+            config.listen_ip_info = f"{self._host}:0" if listen else ""
             self.datadist.init(config.generate_options())
             return 0
         for attempt in range(_PORT_ATTEMPTS):
@@ -275,17 +284,30 @@ class Cluster(BulkMethods):
 
     # Links.
 
-    def _info(self, cluster_id: int, port: int) -> Any:
+    def _info(
+        self, cluster_id: int, port: int, link_secret: str = "", host: str = "127.0.0.1"
+    ) -> Any:
         info = self.api.LLMClusterInfo()
         info.remote_cluster_id = cluster_id
         info.append_local_ip_info("127.0.0.1", 1)
-        info.append_remote_ip_info("127.0.0.1", port)
+        info.append_remote_ip_info(host, port)
+        if link_secret:
+            info.link_secret = link_secret
         return info
 
-    def link(self, cluster_id: int, port: int, timeout_ms: int = 20000) -> Any:
+    def link(
+        self,
+        cluster_id: int,
+        port: int,
+        timeout_ms: int = 20000,
+        link_secret: str = "",
+        host: str = "127.0.0.1",
+    ) -> Any:
         """The status of one link attempt."""
         self.connect()
-        _, statuses = self.datadist.link_clusters([self._info(cluster_id, port)], timeout_ms)
+        _, statuses = self.datadist.link_clusters(
+            [self._info(cluster_id, port, link_secret, host)], timeout_ms
+        )
         return statuses[0]
 
     def unlink(self, cluster_id: int, *, force: bool = False, timeout_ms: int = 20000) -> Any:
@@ -374,6 +396,10 @@ class Cluster(BulkMethods):
                 status = (task / "status").read_text()
                 counts[task.name] = int(status.partition("voluntary_ctxt_switches:")[2].split()[0])
         return counts
+
+    def cpu_ms(self) -> float:
+        """Processor time of all threads since the process began."""
+        return time.process_time() * 1000
 
     def resident_kib(self) -> int:
         with open("/proc/self/statm") as statm:

@@ -58,9 +58,7 @@ class HostEngine:
         model_id: int | None,
     ) -> int: ...
     def unregister_cache(self, cache_id: int) -> None: ...
-    def link(
-        self, targets: Sequence[tuple[int, str, int, str]], timeout_ms: int
-    ) -> list[int]:
+    def link(self, targets: Sequence[tuple[int, str, int, str]], timeout_ms: int) -> list[int]:
         """A target is (cluster id, ip, port, the peer's link secret)."""
 
     def unlink(self, cluster_ids: Sequence[int], timeout_ms: int, force: bool) -> list[int]: ...

@@ -1,5 +1,6 @@
-"""Where NIXL's C library lies, if the extra ``nixl`` is installed. The engine loads it when it makes
-its first link that needs it.
+"""Where NIXL's C library lies, if the extra ``nixl`` is installed.
+
+The engine loads it when it makes its first link that needs it.
 """
 
 from __future__ import annotations
