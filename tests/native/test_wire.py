@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hmac
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -135,3 +137,9 @@ class TestHeader:
     def test_oversized_payload(self) -> None:
         with pytest.raises(EngineError, match="over the limit of 100"):
             testing.decode_header(wire.frame(1, size=101), 100)
+
+
+@pytest.mark.parametrize("size", [0, 1, 31, 55, 56, 63, 64, 65, 200])
+def test_hmac_is_the_standard_one(size: int) -> None:
+    key, message = "k" * size, bytes(range(size))
+    assert testing.hmac_sha256(key, message) == hmac.digest(key.encode(), message, "sha256")
