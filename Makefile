@@ -20,7 +20,7 @@ CHAOS_SEED ?= 1
 FUZZ_SECONDS ?= 300
 SOAK_MINUTES ?= 30
 
-.PHONY: help setup setup-tests demo test test-fast test-slow lint format asan tsan fuzz chaos cycles chaos-engine chaos-servers soak bench clean distclean
+.PHONY: help setup setup-tests demo test test-fast test-slow test-nixl lint format asan tsan fuzz chaos cycles chaos-engine chaos-servers soak bench clean distclean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -28,8 +28,8 @@ help: ## this list
 setup: ## .venv with vLLM's CPU build and this project (first time: 3 min, 0.7 GB fetched; later: 1 s)
 	@$(SETUP) env project
 
-setup-tests: ## the same, with the model and the oldest supported vLLM's Python files (1 min more)
-	@$(SETUP) env project model vllm23
+setup-tests: ## the same, with the model, NIXL and the oldest supported vLLM's Python files (1 min more)
+	@$(SETUP) env project model vllm23 bench
 
 demo: ## two vLLM servers and a proxy on this machine, checked prompt by prompt (3 min once set up)
 	@$(SETUP) env project model
@@ -43,6 +43,10 @@ test-slow: setup-tests ## faults of real servers while P pushes, decode first, a
 
 test-fast: setup-tests ## every test that starts no vLLM server (10 min)
 	@$(BIN)/python -m pytest tests -m "not e2e and not slow" $(SIDE_BY_SIDE) $(PYTEST_ARGS)
+
+test-nixl: setup-tests ## the API's contract over NIXL, network namespaces (root), real servers
+	@$(BIN)/python -m pytest tests/contract --transport nixl $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest tests/integration/test_netns.py tests/e2e/test_nixl.py $(PYTEST_ARGS)
 
 lint: ## ruff, mypy --strict, clang-format, all read-only
 	@$(SETUP) env project

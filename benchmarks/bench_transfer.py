@@ -11,7 +11,9 @@ NIXL's progress threads spin when idle. Memory is private and touched before; ba
 the whole working set in random order, so caches do not help. The first batch of each case is
 compared.
 
-Results are JSON lines on stdout; a ratio as `shm/nixl` is that of the two rates, batch by batch.
+Results are JSON lines on stdout; a ratio as `shm/nixl` is that of the two rates, batch by batch. The
+arm nixl-transport is this engine over NIXL; both of NIXL's arms take TCP with UCX_TLS=tcp in the
+environment, and the processes of one host's shared memory without.
 """
 
 from __future__ import annotations
@@ -37,8 +39,14 @@ from report import Report, rate_quantiles
 
 BENCH = "transfer"
 MIB = 1 << 20
-ARMS = ("memcpy", "shm", "shm-threads", "cma", "nixl")
-RATIOS = (("shm", "memcpy"), ("shm-threads", "shm"), ("shm", "nixl"), ("cma", "nixl"))
+ARMS = ("memcpy", "shm", "shm-threads", "cma", "nixl", "nixl-transport")
+RATIOS = (
+    ("shm", "memcpy"),
+    ("shm-threads", "shm"),
+    ("shm", "nixl"),
+    ("cma", "nixl"),
+    ("nixl-transport", "nixl"),
+)
 OPS = ("read", "write")
 PATTERNS = ("scattered", "contiguous")
 TARGET_ID, INITIATOR_ID = 2, 1
@@ -135,6 +143,7 @@ class EngineSide:
         config.enable_cache_manager = True
         config.enable_remote_cache_accessible = True
         config.sync_kv_timeout = 60_000
+        config.transport = self.transport
         config.listen_ip_info = "127.0.0.1:0"
         own_id = INITIATOR_ID if initiator else TARGET_ID
         self._datadist = datadist.LLMDataDist(datadist.LLMRole.MIX, own_id)
@@ -180,6 +189,12 @@ class ShmThreadsSide(ShmSide):
     threads = 0
 
 
+class NixlTransportSide(EngineSide):
+    """Over a TCP link, whose bytes move through NIXL."""
+
+    transport = "nixl"
+
+
 class NixlSide:
     """Descriptors are prepared once per block size; a transfer picks them by index."""
 
@@ -223,6 +238,7 @@ SIDES: dict[str, Callable[[Settings, bool, Memory], Side]] = {
     "shm-threads": ShmThreadsSide,
     "cma": CmaSide,
     "nixl": NixlSide,
+    "nixl-transport": NixlTransportSide,
 }
 
 
@@ -414,9 +430,9 @@ def main(arguments: list[str]) -> None:
                     rates = measure(arms, settings, block_bytes, pattern)
                     rows.append(report_case(report, rates, case))
                     report.progress(f"{rows[-1][0]}: done")
-    ratio = ["/".join(pair) for pair in ratios_of(names)]
+    ratios = ["/".join(pair) for pair in ratios_of(names)]
     report.progress(f"\nGB/s (p50 of {settings.iterations} batches of {settings.batch_mib} MiB)")
-    report.table(["case", *names, *ratio], rows)
+    report.table(["case", *names, *ratios], rows)
 
 
 if __name__ == "__main__":

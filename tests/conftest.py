@@ -33,6 +33,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         item.add_marker(pytest.mark.xdist_group(group))
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--transport", help="transport of the engine in the contract suite; nixl skips the vendor's"
+    )
+
+
 @pytest.fixture
 def clock() -> FakeClock:
     """A clock that moves only when the test says so."""

@@ -9,7 +9,7 @@ Steps: env      .venv with vLLM's CPU build and the development tools
        project  this package with its extension, editable; redone when csrc/ or a build file changes
        model    SmolLM2-135M-Instruct as a Hugging Face folder in .cache/models
        vllm23   the Python files of vLLM 0.23 in .cache/vllm-0.23.0, to test the oldest release
-       bench    NIXL, for the benchmarks
+       bench    NIXL, for the benchmarks and for the tests of links between hosts
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ from vllm_llmdd_connector.errors import ConfigError
 
 LOOPBACK = ("127.0.0.0/8",)
 MAX_PORT = 65535
+MIN_STAGING_MIB, MAX_STAGING_MIB = 8, 4096
 
 
 class ConnectorConfig(Deadlines, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -43,9 +44,12 @@ class ConnectorConfig(Deadlines, frozen=True, kw_only=True, forbid_unknown_field
     """LLM-DataDist implementation: ours on host memory, or the vendor's ``llm_datadist``; ``auto``
     goes by where the KV tensors are."""
 
-    transport: Literal["auto", "shm", "cma"] = "auto"
-    """Host engine: how D reads P's memory. Shared pages, cross-memory attach, or shared pages where
-    that is possible."""
+    transport: Literal["auto", "shm", "cma", "nixl"] = "auto"
+    """Host engine: how D reads P's memory. Shared pages or cross-memory attach within a host, or
+    NIXL; ``auto`` shares pages where that is possible, and takes NIXL to peers on other hosts."""
+
+    staging_mib: int = 64
+    """Memory in MiB that each link over NIXL takes for arriving bytes."""
 
     max_leased_fraction: float = 0.5
     """P: share of the KV cache that leases may hold; beyond it a prompt is not handed over."""
@@ -112,6 +116,11 @@ def _check_values(config: ConnectorConfig) -> None:
         value = getattr(config, name)
         if not 0 < value <= 1:
             raise ConfigError(f"{name} is {value}, it must be in (0, 1]")
+    if not MIN_STAGING_MIB <= config.staging_mib <= MAX_STAGING_MIB:
+        raise ConfigError(
+            f"staging_mib is {config.staging_mib}, it must be in "
+            f"[{MIN_STAGING_MIB}, {MAX_STAGING_MIB}]"
+        )
     if not 0 <= config.control_port <= MAX_PORT:
         raise ConfigError(f"control_port is {config.control_port}, it must be in [0, {MAX_PORT}]")
     _check_host(config.host)

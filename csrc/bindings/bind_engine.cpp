@@ -24,11 +24,14 @@ std::vector<uint32_t> to_codes(const std::vector<Status>& statuses) {
   return codes;
 }
 
-std::vector<uint32_t> link(PyEngine& self,
-                           const std::vector<std::tuple<uint64_t, std::string, uint16_t>>& targets,
-                           int64_t timeout_ms) {
+std::vector<uint32_t> link(
+    PyEngine& self,
+    const std::vector<std::tuple<uint64_t, std::string, uint16_t, std::string>>& targets,
+    int64_t timeout_ms) {
   std::vector<DialTarget> dials;
-  for (const auto& [cluster_id, ip, port] : targets) dials.push_back({cluster_id, ip, port});
+  for (const auto& [cluster_id, ip, port, secret] : targets) {
+    dials.push_back({cluster_id, ip, port, secret});
+  }
   return to_codes(self.get().link(dials, timeout_ms));
 }
 
@@ -91,10 +94,12 @@ void bind_engine(nb::module_& module) {
   bind_members(engine);
   engine
       .def(nb::init<uint64_t, bool, int64_t, const std::string&, uint16_t, const PoolTuple&,
-                    const PoolTuple&, int64_t, uint32_t, const std::string&>(),
+                    const PoolTuple&, int64_t, uint32_t, const std::string&, const std::string&,
+                    const std::string&, uint32_t>(),
            "cluster_id"_a, "remote_access"_a, "sync_kv_timeout_ms"_a, "listen_ip"_a,
            "listen_port"_a, "device_pool"_a = nb::none(), "host_pool"_a = nb::none(),
-           "link_total_time_ms"_a = 120'000, "link_retries"_a = 1, "transport"_a = "auto")
+           "link_total_time_ms"_a = 120'000, "link_retries"_a = 1, "transport"_a = "auto",
+           "link_secret"_a = "", "nixl_library"_a = "", "staging_mib"_a = 64)
       .def("finalize", &PyEngine::finalize, ReleaseGil())
       .def_prop_ro("listen_port", [](PyEngine& self) { return self.get().listen_port(); })
       .def("register_cache", &register_cache, "shape"_a, "element_bytes"_a, "remote_accessible"_a,

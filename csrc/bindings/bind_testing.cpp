@@ -69,9 +69,19 @@ nb::bytes recode(uint16_t type, nb::bytes payload) {
       return round_trip<Finish>(bytes);
     case MessageType::kPush:
       return round_trip<Push>(bytes);
+    case MessageType::kStage:
+      return round_trip<Stage>(bytes);
+    case MessageType::kFetch:
+      return round_trip<Fetch>(bytes);
     default:
       throw WireError("a message without a payload");
   }
+}
+
+nb::bytes hmac(const std::string& key, nb::bytes message) {
+  auto* data = reinterpret_cast<const uint8_t*>(message.c_str());
+  Digest digest = hmac_sha256(key, {data, data + message.size()});
+  return nb::bytes(reinterpret_cast<const char*>(digest.data()), digest.size());
 }
 
 std::tuple<uint16_t, uint32_t, uint64_t> header(nb::bytes data, uint32_t max_payload) {
@@ -118,6 +128,7 @@ void bind_testing(nb::module_& module) {
   testing.def("merge_blocks", &merge, "src"_a, "dst"_a);
   testing.def("row_to_blocks", &cut_row, "row_offset"_a, "row_bytes"_a, "block_bytes"_a, "dst"_a);
   testing.def("recode", &recode, "message_type"_a, "payload"_a);
+  testing.def("hmac_sha256", &hmac, "key"_a, "message"_a);
   testing.def("decode_header", &header, "data"_a, "max_payload"_a);
   testing.def("copy_blocks", &copy_blocks, "src_addr"_a, "dst_addr"_a, "block_bytes"_a, "src"_a,
               "dst"_a, "Bare memcpy of block pairs inside one process: the bound of the benches.");

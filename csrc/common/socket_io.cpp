@@ -16,6 +16,10 @@ namespace {
 // Callers beyond it are told nothing and try again after a second, the honest ones, too.
 constexpr int kBacklog = 1024;
 
+constexpr int kKeepaliveIdleS = 10;
+constexpr int kKeepaliveIntervalS = 5;
+constexpr int kKeepaliveProbes = 3;
+
 UniqueFd new_socket(int family) {
   UniqueFd fd(::socket(family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
   if (!fd) throw Error(Status::kFailed, "socket failed: " + errno_text(errno));
@@ -152,6 +156,19 @@ UniqueFd listen_unix(const std::string& path) {
 
 UniqueFd accept_one(int fd) {
   return UniqueFd(::accept4(fd, nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
+}
+
+void prepare_connection(int fd) {
+  auto set = [fd](int level, int name, int value) {
+    ::setsockopt(fd, level, name, &value, sizeof(value));
+  };
+  set(IPPROTO_TCP, TCP_NODELAY, 1);
+  set(SOL_SOCKET, SO_KEEPALIVE, 1);
+  set(IPPROTO_TCP, TCP_KEEPIDLE, kKeepaliveIdleS);
+  set(IPPROTO_TCP, TCP_KEEPINTVL, kKeepaliveIntervalS);
+  set(IPPROTO_TCP, TCP_KEEPCNT, kKeepaliveProbes);
+  set(IPPROTO_TCP, TCP_USER_TIMEOUT,
+      1000 * (kKeepaliveIdleS + kKeepaliveProbes * kKeepaliveIntervalS));
 }
 
 bool hung_up(int fd) {

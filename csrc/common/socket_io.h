@@ -34,6 +34,10 @@ UniqueFd listen_unix(const std::string& path);
 // An empty result means that nobody is waiting any more (the caller polls first).
 UniqueFd accept_one(int fd);
 
+// For a connection that may be idle for long: messages leave at once, and a peer whose host is gone
+// is noticed within half a minute. Without effect on a Unix socket.
+void prepare_connection(int fd);
+
 bool hung_up(int fd);
 std::string errno_text(int error);
 

@@ -30,14 +30,6 @@ std::string describe(const CacheRef& ref) {
   return "row " + std::to_string(ref.row) + " of cache " + std::to_string(int64_t(ref.id));
 }
 
-bool contains_bytes(const CacheLayout& layout, uint64_t addr, uint64_t length) {
-  uint64_t size = layout.tensor_bytes();
-  auto holds = [&](uint64_t tensor) {
-    return addr >= tensor && addr - tensor <= size && length <= size - (addr - tensor);
-  };
-  return std::any_of(layout.tensor_addrs.begin(), layout.tensor_addrs.end(), holds);
-}
-
 template <typename Index>
 void erase_bindings(Index& index, int64_t id) {
   for (auto it = index.begin(); it != index.end();) {
@@ -271,6 +263,14 @@ std::shared_ptr<Cache> CacheTable::containing(uint64_t addr, uint64_t length) co
   }
   throw Error(Status::kParamInvalid, std::to_string(length) + " bytes at destination address " +
                                          std::to_string(addr) + " are not registered memory");
+}
+
+std::shared_ptr<Cache> CacheTable::readable(uint64_t addr, uint64_t length) const {
+  std::lock_guard lock(mutex_);
+  for (const auto& [id, cache] : caches_) {
+    if (contains_bytes(cache->layout, addr, length)) return cache;
+  }
+  throw_missing("the memory at source address " + std::to_string(addr));
 }
 
 }  // namespace llmdd

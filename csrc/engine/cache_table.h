@@ -100,6 +100,9 @@ class CacheTable {
 
   // The cache one of whose tensors holds all these bytes. Throws Error(kParamInvalid).
   std::shared_ptr<Cache> containing(uint64_t addr, uint64_t length) const;
+  // The same for bytes that a peer reads, which a deallocated cache keeps for its keys. Throws
+  // Error(kKvCacheNotExist).
+  std::shared_ptr<Cache> readable(uint64_t addr, uint64_t length) const;
 
  private:
   friend class CacheUse;

@@ -5,79 +5,19 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <array>
 #include <cerrno>
 
-#include "common/log.h"
+#include "engine/handshake_io.h"
+#include "engine/nixl_memory.h"
 #include "engine/rendezvous.h"
 #include "engine/shared_peer_memory.h"
+#include "engine/transport_choice.h"
 
 namespace llmdd {
 namespace {
 
 constexpr int64_t kHelloTimeoutMs = 3000;
 constexpr uint32_t kMaxHandshakeMs = 60000;
-
-void send_frame(int fd, MessageType type, const Bytes& payload, const WaitLimit& limit) {
-  Bytes frame = encode_frame(type, 0, payload);
-  write_all(fd, frame.data(), frame.size(), limit);
-}
-
-Frame read_frame(int fd, const WaitLimit& limit) {
-  std::array<uint8_t, kFrameHeaderBytes> bytes;
-  read_exact(fd, bytes.data(), bytes.size(), limit);
-  FrameHeader header = decode_header(bytes.data(), kMaxHandshakePayload);
-  Frame frame{header.type, header.call_id, Bytes(header.payload_bytes)};
-  read_exact(fd, frame.payload.data(), frame.payload.size(), limit);
-  return frame;
-}
-
-// A Reject in place of the expected message carries the peer's reason.
-Frame expect(int fd, MessageType type, const WaitLimit& limit) {
-  Frame frame = read_frame(fd, limit);
-  if (frame.type == MessageType::kReject) {
-    Outcome outcome = Outcome::decode(frame.payload);
-    throw Error(outcome.failure(), "the peer refused: " + outcome.text);
-  }
-  if (frame.type != type) {
-    throw WireError("unexpected message type " + std::to_string(int(frame.type)) +
-                    " during the handshake");
-  }
-  return frame;
-}
-
-// A peer that has refused meanwhile has left its reason to be read.
-void send_or_learn(int fd, MessageType type, const Bytes& payload, const WaitLimit& limit) {
-  try {
-    send_frame(fd, type, payload, limit);
-  } catch (const Error&) {
-    expect(fd, MessageType::kReject, limit);
-    throw;
-  }
-}
-
-// The peer learns the reason if it still listens; this side's own error is the one that counts.
-void try_reject(int fd, Status status, const std::string& text, const WaitLimit& limit) {
-  try {
-    send_frame(fd, MessageType::kReject, Outcome{status, text}.encode(), limit);
-  } catch (const Error&) {
-    log(LogLevel::kDebug, "the peer left before it was told: " + text);
-  }
-}
-
-// Runs `step`; what it throws is told to the peer on `fd` and thrown on.
-template <typename Step>
-auto or_reject(int fd, const WaitLimit& limit, Step step) {
-  try {
-    return step();
-  } catch (const Error& error) {
-    try_reject(fd, error.status(), error.what(), limit);
-    throw;
-  } catch (const WireError& error) {
-    try_reject(fd, Status::kLinkFailed, error.what(), limit);
-    throw Error(Status::kLinkFailed, error.what());
-  }
-}
 
 const char* mode_name(bool remote_access) { return remote_access ? "True" : "False"; }
 
@@ -98,7 +38,7 @@ std::string unreachable_sentence(const Identity& self, const Welcome& welcome, c
   std::string socket = "socket " + welcome.socket_path + " cannot be reached (" + why + "): ";
   if (self.host.boot_id != welcome.host.boot_id) {
     return socket +
-           "the peer runs on another host, and this engine only links processes of one host";
+           "the peer runs on another host; set transport to nixl, or to auto, on both sides";
   }
   if (::access(welcome.socket_path.c_str(), F_OK) != 0 && errno == EACCES) {
     return socket + "it belongs to another user; run both processes as the same user";
@@ -137,9 +77,54 @@ Greeted greeted(const Identity& self, uint64_t cluster_id, UniqueFd socket, Peer
   return {cluster_id, std::move(socket), std::move(process), std::move(memory), peer.maps_shared};
 }
 
+bool needs_nixl_with(const Identity& self, Transport transport, const HostFacts& host) {
+  TransportFacts local{self.transport, self.host.boot_id};
+  TransportFacts peer{transport, host.boot_id};
+  if (!needs_nixl(local, peer)) return false;
+  if (!self.nixl->installed()) {
+    throw Error(Status::kLinkFailed, missing_nixl_sentence(local, peer));
+  }
+  return true;
+}
+
+// What the dialling side's caller asks for.
+struct DialTerms {
+  uint64_t cluster_id = 0;
+  const std::string& link_secret;
+  const std::function<void()>& confirm;
+};
+
+void check_proof(const Stage& peer, const std::string& secret, const Digest* answered) {
+  if (secret.empty() || same_digest(peer.proof, peer.prove(secret, answered))) return;
+  throw Error(Status::kLinkFailed,
+              "the peer does not know the secret of this link; link with the one that the control "
+              "channel names");
+}
+
+// The dialling side's half over TCP alone.
+Greeted stage_with_listener(const Identity& self, const Nonce& token, const DialTerms& terms,
+                            UniqueFd& connection, const WaitLimit& limit) {
+  int fd = connection.get();
+  std::unique_ptr<NixlMemory> memory = self.nixl->make();
+  Stage own = memory->stage(token);
+  own.proof = own.prove(terms.link_secret);
+  send_or_learn(fd, MessageType::kStage, own.encode(), limit);
+  Stage peer = Stage::decode(expect(fd, MessageType::kStage, limit).payload);
+  check_proof(peer, terms.link_secret, &own.proof);
+  memory->connect(peer);
+  exchange_verdict(fd, limit, terms.confirm);
+  prepare_connection(fd);
+  return {terms.cluster_id, std::move(connection), {}, std::move(memory)};
+}
+
+Welcome welcome_of(const Identity& self) {
+  return {self.cluster_id, self.remote_access, self.host, self.transport, "", random_nonce()};
+}
+
 Welcome exchange_hello(const Identity& self, uint64_t cluster_id, int tcp, const WaitLimit& limit) {
-  Hello hello{self.cluster_id, cluster_id, self.remote_access,
-              static_cast<uint32_t>(limit.deadline.remaining_ms()), self.host};
+  Hello hello{self.cluster_id,    cluster_id,
+              self.remote_access, static_cast<uint32_t>(limit.deadline.remaining_ms()),
+              self.host,          self.transport};
   send_frame(tcp, MessageType::kHello, hello.encode(), limit);
   Welcome welcome = Welcome::decode(expect(tcp, MessageType::kWelcome, limit).payload);
   check_id("the peer at this address has another cluster id", cluster_id, welcome.cluster_id);
@@ -147,19 +132,12 @@ Welcome exchange_hello(const Identity& self, uint64_t cluster_id, int tcp, const
   return welcome;
 }
 
-void exchange_verdict(int socket, const WaitLimit& limit, const std::function<void()>& confirm) {
-  confirm();
-  send_or_learn(socket, MessageType::kVerdict, Outcome{}.encode(), limit);
-  Outcome verdict = Outcome::decode(expect(socket, MessageType::kVerdict, limit).payload);
-  if (verdict.status != Status::kSuccess) {
-    throw Error(verdict.failure(), "the peer refused: " + verdict.text);
+Greeted greet_listener_checked(const Identity& self, const Prober& prober, const DialTerms& terms,
+                               UniqueFd& connection, const WaitLimit& limit) {
+  Welcome welcome = exchange_hello(self, terms.cluster_id, connection.get(), limit);
+  if (needs_nixl_with(self, welcome.transport, welcome.host)) {
+    return stage_with_listener(self, welcome.token, terms, connection, limit);
   }
-}
-
-Greeted greet_listener_checked(const Identity& self, const Prober& prober, uint64_t cluster_id,
-                               int tcp, const WaitLimit& limit,
-                               const std::function<void()>& confirm) {
-  Welcome welcome = exchange_hello(self, cluster_id, tcp, limit);
   UniqueFd socket = dial_peer_socket(self, welcome, limit);
   PeerProcess process = identify_peer(socket.get());
   send_or_learn(socket.get(), MessageType::kIntroduce, introduction(self, welcome.token).encode(),
@@ -168,9 +146,9 @@ Greeted greet_listener_checked(const Identity& self, const Prober& prober, uint6
   or_reject(socket.get(), limit, [&] {
     check_transport(self, peer);
     prober.probe(process.pid, peer.nonce_addr, peer.nonce);
-    exchange_verdict(socket.get(), limit, confirm);
+    exchange_verdict(socket.get(), limit, terms.confirm);
   });
-  return greeted(self, cluster_id, std::move(socket), std::move(process), peer);
+  return greeted(self, terms.cluster_id, std::move(socket), std::move(process), peer);
 }
 
 // Waits for the dialling side on the Unix socket, and for its reason on TCP if it gives up.
@@ -223,20 +201,64 @@ Hello receive_hello(const Identity& self, int tcp, int stop_fd,
   });
 }
 
+// The listening side's half on the Unix socket. The dialling side may still give up on TCP.
+void meet_on_socket(const Identity& self, const Prober& prober, uint64_t cluster_id, int tcp,
+                    const WaitLimit& limit, const ListenerActions& actions) {
+  Rendezvous rendezvous;
+  Welcome welcome = welcome_of(self);
+  welcome.socket_path = rendezvous.socket_path();
+  send_frame(tcp, MessageType::kWelcome, welcome.encode(), limit);
+  Visitor visitor = receive_visitor(rendezvous, welcome.token, tcp, limit);
+  // `file` takes the socket; the copy is for telling the peer when it refuses.
+  UniqueFd socket(::fcntl(visitor.socket.get(), F_DUPFD_CLOEXEC, 0));
+  send_frame(socket.get(), MessageType::kIntroduce, introduction(self, welcome.token).encode(),
+             limit);
+  or_reject(socket.get(), limit, [&] {
+    check_transport(self, visitor.introduce);
+    prober.probe(visitor.process.pid, visitor.introduce.nonce_addr, visitor.introduce.nonce);
+    expect(socket.get(), MessageType::kVerdict, limit);
+    actions.file(greeted(self, cluster_id, std::move(visitor.socket), std::move(visitor.process),
+                         visitor.introduce));
+  });
+}
+
+// The listening side's half over TCP alone. The caller keeps `tcp`, to tell the peer of a failure.
+void stage_with_dialer(const Identity& self, uint64_t cluster_id, const UniqueFd& tcp,
+                       const WaitLimit& limit, const ListenerActions& actions) {
+  Welcome welcome = welcome_of(self);
+  send_frame(tcp.get(), MessageType::kWelcome, welcome.encode(), limit);
+  Stage peer = Stage::decode(expect(tcp.get(), MessageType::kStage, limit).payload);
+  if (peer.token != welcome.token) {
+    throw Error(Status::kLinkFailed, "the caller repeats another number than it was given");
+  }
+  check_proof(peer, self.link_secret, nullptr);
+  std::unique_ptr<NixlMemory> memory = self.nixl->make();
+  memory->connect(peer);
+  Stage own = memory->stage(welcome.token);
+  own.proof = own.prove(self.link_secret, &peer.proof);
+  send_frame(tcp.get(), MessageType::kStage, own.encode(), limit);
+  expect(tcp.get(), MessageType::kVerdict, limit);
+  UniqueFd connection(::fcntl(tcp.get(), F_DUPFD_CLOEXEC, 0));
+  prepare_connection(connection.get());
+  actions.file({cluster_id, std::move(connection), {}, std::move(memory)});
+}
+
 }  // namespace
 
 Greeted greet_over(const Identity& self, const Prober& prober, uint64_t cluster_id,
                    UniqueFd connection, const WaitLimit& limit,
-                   const std::function<void()>& confirm) {
+                   const std::function<void()>& confirm, const std::string& link_secret) {
   return or_reject(connection.get(), limit, [&] {
-    return greet_listener_checked(self, prober, cluster_id, connection.get(), limit, confirm);
+    return greet_listener_checked(self, prober, {cluster_id, link_secret, confirm}, connection,
+                                  limit);
   });
 }
 
 Greeted greet_listener(const Identity& self, const Prober& prober, const DialTarget& target,
                        const WaitLimit& limit, const std::function<void()>& confirm) {
   UniqueFd tcp = dial_tcp(target.ip, target.port, limit);
-  return greet_over(self, prober, target.cluster_id, std::move(tcp), limit, confirm);
+  return greet_over(self, prober, target.cluster_id, std::move(tcp), limit, confirm,
+                    target.link_secret);
 }
 
 void greet_as_linked(const Identity& self, uint64_t cluster_id, UniqueFd connection,
@@ -255,28 +277,16 @@ void greet_dialer(const Identity& self, const Prober& prober, UniqueFd tcp, int 
   int64_t timeout_ms = std::clamp(hello.timeout_ms, 1U, kMaxHandshakeMs);
   WaitLimit limit{Deadline::after_ms(timeout_ms), stop_fd};
   or_reject(tcp.get(), limit, [&] {
-    Rendezvous rendezvous;
-    Welcome welcome{self.cluster_id, self.remote_access, self.host, rendezvous.socket_path(),
-                    random_nonce()};
-    send_frame(tcp.get(), MessageType::kWelcome, welcome.encode(), limit);
-    Visitor visitor;
     try {
-      visitor = receive_visitor(rendezvous, welcome.token, tcp.get(), limit);
+      if (needs_nixl_with(self, hello.transport, hello.host)) {
+        stage_with_dialer(self, hello.cluster_id, tcp, limit, actions);
+      } else {
+        meet_on_socket(self, prober, hello.cluster_id, tcp.get(), limit, actions);
+      }
     } catch (const Error& error) {
       if (error.status() == Status::kAlreadyLink) actions.agree_linked(hello.cluster_id);
       throw;
     }
-    // `file` takes the socket; the copy is for telling the peer when it refuses.
-    UniqueFd socket(::fcntl(visitor.socket.get(), F_DUPFD_CLOEXEC, 0));
-    send_frame(socket.get(), MessageType::kIntroduce, introduction(self, welcome.token).encode(),
-               limit);
-    or_reject(socket.get(), limit, [&] {
-      check_transport(self, visitor.introduce);
-      prober.probe(visitor.process.pid, visitor.introduce.nonce_addr, visitor.introduce.nonce);
-      expect(socket.get(), MessageType::kVerdict, limit);
-      actions.file(greeted(self, hello.cluster_id, std::move(visitor.socket),
-                           std::move(visitor.process), visitor.introduce));
-    });
   });
 }
 

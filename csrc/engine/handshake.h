@@ -13,6 +13,19 @@
 //   Verdict      ------------------------------->    files the link
 //                <-------------------------------    Verdict
 //
+// When one side is set to NIXL, or both are set to find out and run on different hosts, the Welcome
+// says so, and the TCP connection itself becomes the link:
+//
+//   Stage        ------------------------------->    checks the token, connects its NIXL agent
+//                <-------------------------------    Stage
+//   connects its NIXL agent
+//   Verdict      ------------------------------->    files the link
+//                <-------------------------------    Verdict
+//
+// There the kernel says nothing of the peer's user, and an agent's metadata can only be read by
+// NIXL, which trusts it. So both sides prove first that they know the listening side's secret, if
+// it has one: see docs/security.md.
+//
 // Every wait is bounded by one deadline. What arrives is hostile until checked.
 #pragma once
 
@@ -24,6 +37,7 @@
 #include "common/random.h"
 #include "common/socket_io.h"
 #include "engine/messages.h"
+#include "engine/nixl_links.h"
 #include "engine/peer_memory.h"
 #include "engine/peer_process.h"
 #include "engine/prober.h"
@@ -37,15 +51,17 @@ class CopyThreads;
 struct Identity {
   uint64_t cluster_id = 0;
   bool remote_access = false;
+  Transport transport = Transport::kAuto;
+  std::string link_secret;  // callers over NIXL must know it; empty: anybody may come
+  std::shared_ptr<NixlLinks> nixl = std::make_shared<NixlLinks>("", 0);
   HostFacts host = read_host_facts();
   const Nonce nonce = random_nonce();
-  Transport transport = Transport::kCma;
   CopyThreads* copy_threads = nullptr;  // help with copies from shared memory
 
   uint64_t nonce_addr() const { return reinterpret_cast<uint64_t>(nonce.data()); }
 };
 
-// A peer that has passed every check.
+// A peer that has passed every check. Over NIXL its process is unknown.
 struct Greeted {
   uint64_t cluster_id = 0;
   UniqueFd socket;
@@ -58,6 +74,7 @@ struct DialTarget {
   uint64_t cluster_id = 0;
   std::string ip;
   uint16_t port = 0;
+  std::string link_secret;  // the peer's; empty: it has none
 };
 
 // `confirm` is called before the message that makes the peer take the link, and throws to stop.
@@ -68,7 +85,7 @@ Greeted greet_listener(const Identity& self, const Prober& prober, const DialTar
 // The same over a stream on which the peer listens in another way.
 Greeted greet_over(const Identity& self, const Prober& prober, uint64_t cluster_id,
                    UniqueFd connection, const WaitLimit& limit,
-                   const std::function<void()>& confirm);
+                   const std::function<void()>& confirm, const std::string& link_secret = "");
 
 // Tells the listening side that the two are linked already. Returns when it agrees; throws
 // Error(kNotYetLink) when it knows of no such link, or not yet.

@@ -6,6 +6,7 @@
 #include <thread>
 
 #include "common/log.h"
+#include "engine/staging_slab.h"
 
 namespace llmdd {
 namespace {
@@ -25,8 +26,10 @@ std::shared_ptr<MemoryPool> make_pool(const std::optional<PoolConfig>& config) {
 }
 
 Identity make_identity(const EngineOptions& options, CopyThreads& threads) {
-  Identity identity{options.cluster_id, options.remote_access};
-  identity.transport = options.transport;
+  Identity identity{options.cluster_id, options.remote_access, options.transport,
+                    options.link_secret};
+  size_t num_slots = (options.staging_mib << 20) / kSlotBytes;
+  identity.nixl = std::make_shared<NixlLinks>(options.nixl_library, num_slots);
   identity.copy_threads = &threads;
   return identity;
 }

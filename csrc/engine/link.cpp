@@ -43,6 +43,7 @@ bool is_request(MessageType type) {
     case MessageType::kFinish:
     case MessageType::kPush:
     case MessageType::kUnlink:
+    case MessageType::kFetch:
       return true;
     default:
       return false;
@@ -56,6 +57,7 @@ bool is_reply(MessageType type) {
     case MessageType::kPushed:
     case MessageType::kUnlinked:
     case MessageType::kFailure:
+    case MessageType::kFetched:
       return true;
     default:
       return false;
@@ -77,7 +79,9 @@ Link::Link(Greeted peer, RequestHandler& handler, Bytes first_message)
       memory_(std::move(peer.memory)),
       peer_maps_shared_(peer.maps_shared),
       handler_(handler),
-      outgoing_(std::move(first_message)) {}
+      outgoing_(std::move(first_message)) {
+  memory_->attach(*this, handler);
+}
 
 // No shutdown here: a link that was never filed leaves its socket to the handshake, which says why.
 Link::~Link() {
@@ -93,6 +97,7 @@ void Link::start() {
 void Link::join() {
   std::lock_guard lock(thread_mutex_);
   if (thread_.joinable()) thread_.join();
+  memory_->end();
 }
 
 bool Link::linked() const {
@@ -138,6 +143,7 @@ bool Link::end(State state, const std::string& reason) {
 void Link::hang_up() { ::shutdown(socket_.get(), SHUT_RDWR); }
 
 void Link::fail(const std::string& reason) {
+  if (parting_) return forget("by the peer");
   if (!end(State::kFailed, reason)) return;
   hang_up();
   log(LogLevel::kWarning, identity(cluster_id_) + "link failed: " + reason);
@@ -182,8 +188,24 @@ Frame Link::finish(const Sent& sent, const Deadline& deadline) {
     throw Error(Status::kTimeout, identity(cluster_id_) + "the peer did not answer in time");
   }
   lock.unlock();
+  return checked_or_fail(sent.request, std::move(*pending->reply));
+}
+
+std::optional<Frame> Link::try_finish(const Sent& sent) {
+  receive_replies();
+  std::unique_lock lock(mutex_);
+  if (!sent.pending->reply) {
+    throw_if_ended_locked();
+    return std::nullopt;
+  }
+  pending_.erase(sent.call_id);
+  lock.unlock();
+  return checked_or_fail(sent.request, std::move(*sent.pending->reply));
+}
+
+Frame Link::checked_or_fail(MessageType request, Frame reply) {
   try {
-    return checked_reply(sent.request, std::move(*pending->reply));
+    return checked_reply(request, std::move(reply));
   } catch (const WireError& error) {
     fail(error.what());
     throw Error(Status::kFailed, identity(cluster_id_) + error.what());
@@ -396,7 +418,10 @@ void Link::look_for_request() {
 }
 
 void Link::dispatch(Frame frame) {
-  if (is_request(frame.type)) return handler_.handle(*this, frame);
+  if (is_request(frame.type)) {
+    if (!memory_->take(frame)) handler_.handle(*this, frame);
+    return;
+  }
   if (!is_reply(frame.type)) {
     throw WireError("unexpected message type " + std::to_string(int(frame.type)));
   }

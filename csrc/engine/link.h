@@ -34,13 +34,18 @@
 namespace llmdd {
 
 class Link;
+struct Fetch;
 
-// Answers the peer's requests, on the link's thread.
+// Answers the peer's requests, on the link's thread or, over NIXL, on one thread in its place.
 class RequestHandler {
  public:
   virtual ~RequestHandler() = default;
   // Answers with `link.reply`. WireError ends the link.
   virtual void handle(Link& link, const Frame& request) = 0;
+  // Copies what a peer fetches out of registered memory to `to`, which has room for a staging slot;
+  // returns how many bytes. Throws Error(kKvCacheNotExist). Only for links over NIXL, on a thread
+  // of theirs.
+  virtual size_t gather(const Fetch& fetch, uint8_t* to) = 0;
 };
 
 class Link {
@@ -65,7 +70,8 @@ class Link {
 
   uint64_t cluster_id() const { return cluster_id_; }
   PeerMemory& peer_memory() const { return *memory_; }
-  bool peer_ended() const { return peer_.ended(); }
+  // Over NIXL, where the process is unknown: whether it has closed its end.
+  bool peer_ended() const { return peer_.pidfd ? peer_.ended() : hung_up(); }
 
   void start();
 
@@ -86,6 +92,8 @@ class Link {
   // Looks a while for the reply before the caller sleeps in `finish`; for one that is worth a
   // processor meanwhile.
   void look(const Sent& sent);
+  // The reply, if it is there; without a wait. Throws as `finish` does.
+  std::optional<Frame> try_finish(const Sent& sent);
   void reply(MessageType type, uint64_t call_id, const Bytes& payload);
 
   // Tells the peer of shared memory before any message that is sent afterwards names its addresses;
@@ -99,9 +107,11 @@ class Link {
   bool hung_up() const;
   bool thread_done() const { return thread_done_; }
 
+  // The peer has asked to unlink: that it closes the link next is no failure.
+  void part() { parting_ = true; }
   void fail(const std::string& reason);
   void forget(const std::string& reason);
-  // Waits for the thread. Not called by the thread itself.
+  // Waits for the threads. Not called by one of them.
   void join();
 
  private:
@@ -127,6 +137,7 @@ class Link {
   void hang_up();
   void throw_if_ended_locked() const;
   Frame checked_reply(MessageType request, Frame reply) const;
+  Frame checked_or_fail(MessageType request, Frame reply);
 
   const uint64_t cluster_id_;
   const UniqueFd socket_;
@@ -138,6 +149,7 @@ class Link {
   std::mutex thread_mutex_;  // a link may be unlinked before its thread has started
   std::thread thread_;
   std::atomic<bool> thread_done_{false};
+  std::atomic<bool> parting_{false};
   std::atomic<bool> held_{false};
   std::atomic<bool> collective_{false};
 

@@ -5,11 +5,15 @@
 
 #include <fstream>
 
+#include "engine/staging_slab.h"
+
 namespace llmdd {
 namespace {
 
 constexpr size_t kBlockRunBytes = 3 * sizeof(uint64_t);
 constexpr size_t kSharedRangeBytes = 3 * sizeof(uint64_t);
+constexpr size_t kPieceBytes = 2 * sizeof(uint64_t);
+constexpr uint32_t kMaxSlots = 1U << 16;
 
 void write_host(WireWriter& writer, const HostFacts& host) {
   writer.text(host.boot_id);
@@ -23,6 +27,12 @@ HostFacts read_host(WireReader& reader) {
   host.pid_namespace = reader.u64();
   host.pid = reader.u32();
   return host;
+}
+
+Transport read_transport(WireReader& reader) {
+  uint8_t number = reader.u8();
+  if (!is_transport(number)) throw WireError("unknown transport " + std::to_string(number));
+  return static_cast<Transport>(number);
 }
 
 void write_ref(WireWriter& writer, const CacheRef& ref) {
@@ -51,6 +61,15 @@ Nonce read_nonce(WireReader& reader) {
   Nonce nonce{};
   reader.raw(nonce.data(), nonce.size());
   return nonce;
+}
+
+// All but the proof.
+void write_stage(WireWriter& writer, const Stage& stage) {
+  write_nonce(writer, stage.token);
+  writer.u64(stage.slab.addr);
+  writer.u32(stage.slab.num_slots);
+  writer.u32(static_cast<uint32_t>(stage.metadata.size()));
+  writer.raw(stage.metadata.data(), stage.metadata.size());
 }
 
 void write_layers(WireWriter& writer, const std::optional<LayerRange>& layers) {
@@ -102,6 +121,7 @@ Bytes Hello::encode() const {
   writer.u8(remote_access ? 1 : 0);
   writer.u32(timeout_ms);
   write_host(writer, host);
+  writer.u8(static_cast<uint8_t>(transport));
   return writer.take();
 }
 
@@ -113,6 +133,7 @@ Hello Hello::decode(const Bytes& payload) {
   hello.remote_access = reader.flag();
   hello.timeout_ms = reader.u32();
   hello.host = read_host(reader);
+  hello.transport = read_transport(reader);
   reader.expect_end();
   return hello;
 }
@@ -122,6 +143,7 @@ Bytes Welcome::encode() const {
   writer.u64(cluster_id);
   writer.u8(remote_access ? 1 : 0);
   write_host(writer, host);
+  writer.u8(static_cast<uint8_t>(transport));
   writer.text(socket_path);
   write_nonce(writer, token);
   return writer.take();
@@ -133,6 +155,7 @@ Welcome Welcome::decode(const Bytes& payload) {
   welcome.cluster_id = reader.u64();
   welcome.remote_access = reader.flag();
   welcome.host = read_host(reader);
+  welcome.transport = read_transport(reader);
   welcome.socket_path = reader.text();
   welcome.token = read_nonce(reader);
   reader.expect_end();
@@ -157,6 +180,77 @@ Introduce Introduce::decode(const Bytes& payload) {
   introduce.maps_shared = reader.flag();
   reader.expect_end();
   return introduce;
+}
+
+// Fresh for each handshake: the token is the listening side's, and each side's metadata names an
+// agent that was made for this link.
+Digest Stage::prove(const std::string& secret, const Digest* answered) const {
+  WireWriter writer;
+  write_stage(writer, *this);
+  if (answered != nullptr) writer.raw(answered->data(), answered->size());
+  return hmac_sha256(secret, writer.take());
+}
+
+Bytes Stage::encode() const {
+  WireWriter writer;
+  write_stage(writer, *this);
+  writer.raw(proof.data(), proof.size());
+  return writer.take();
+}
+
+Stage Stage::decode(const Bytes& payload) {
+  WireReader reader(payload);
+  Stage stage;
+  stage.token = read_nonce(reader);
+  stage.slab.addr = reader.u64();
+  stage.slab.num_slots = reader.u32();
+  stage.metadata.resize(reader.count(1));
+  reader.raw(stage.metadata.data(), stage.metadata.size());
+  reader.raw(stage.proof.data(), stage.proof.size());
+  reader.expect_end();
+  uint64_t end = 0;
+  if (stage.slab.num_slots == 0 || stage.slab.num_slots > kMaxSlots ||
+      __builtin_add_overflow(stage.slab.addr, stage.slab.num_slots * kSlotBytes, &end)) {
+    throw WireError("the peer describes staging memory that cannot exist");
+  }
+  return stage;
+}
+
+uint64_t Fetch::bytes() const {
+  uint64_t bytes = 0;
+  for (const Piece& piece : pieces) bytes += piece.length;
+  return bytes;
+}
+
+Bytes Fetch::encode() const {
+  WireWriter writer;
+  writer.u32(slot);
+  writer.u32(static_cast<uint32_t>(pieces.size()));
+  for (const Piece& piece : pieces) {
+    writer.u64(piece.addr);
+    writer.u64(piece.length);
+  }
+  return writer.take();
+}
+
+Fetch Fetch::decode(const Bytes& payload) {
+  WireReader reader(payload);
+  Fetch fetch;
+  fetch.slot = reader.u32();
+  fetch.pieces.resize(reader.count(kPieceBytes));
+  uint64_t bytes = 0;
+  for (Piece& piece : fetch.pieces) {
+    piece.addr = reader.u64();
+    piece.length = reader.u64();
+    if (piece.length == 0 || piece.length > kSlotBytes) throw WireError("a piece of no slot");
+    bytes += piece.length;
+  }
+  reader.expect_end();
+  if (bytes == 0 || bytes > kSlotBytes) {
+    throw WireError("a fetch of " + std::to_string(bytes) + " bytes, a slot has " +
+                    std::to_string(kSlotBytes));
+  }
+  return fetch;
 }
 
 Bytes Outcome::encode() const {

@@ -6,8 +6,10 @@
 #include <string>
 #include <vector>
 
+#include "common/hmac.h"
 #include "common/random.h"
 #include "common/status.h"
+#include "engine/transport.h"
 #include "engine/wire.h"
 #include "model/block_runs.h"
 #include "model/cache_key.h"
@@ -31,6 +33,7 @@ struct Hello {
   bool remote_access = false;
   uint32_t timeout_ms = 0;  // the listening side gives up by then, too
   HostFacts host;
+  Transport transport = Transport::kAuto;  // what this side is set to
 
   Bytes encode() const;
   static Hello decode(const Bytes& payload);
@@ -40,8 +43,9 @@ struct Welcome {
   uint64_t cluster_id = 0;
   bool remote_access = false;
   HostFacts host;
-  std::string socket_path;
-  Nonce token{};  // the dialling side repeats it on the Unix socket
+  Transport transport = Transport::kAuto;  // kNixl: Stage follows on this connection
+  std::string socket_path;                 // else the handshake goes on there
+  Nonce token{};                           // the dialling side repeats it
 
   Bytes encode() const;
   static Welcome decode(const Bytes& payload);
@@ -57,6 +61,25 @@ struct Introduce {
 
   Bytes encode() const;
   static Introduce decode(const Bytes& payload);
+};
+
+// Memory that a peer writes into, cut in slots of kSlotBytes.
+struct SlabFacts {
+  uint64_t addr = 0;
+  uint32_t num_slots = 0;
+};
+
+// Sent by both sides of a link over NIXL.
+struct Stage {
+  Nonce token{};
+  SlabFacts slab;
+  Bytes metadata;  // of the sender's NIXL agent
+  Digest proof{};  // that the sender knows the listening side's link secret
+
+  // `answered`: the proof of the dialling side's Stage, for the listening side's.
+  Digest prove(const std::string& secret, const Digest* answered = nullptr) const;
+  Bytes encode() const;
+  static Stage decode(const Bytes& payload);
 };
 
 // kReject, kVerdict and kFailure.
@@ -138,6 +161,22 @@ struct Withdraw {
 
   Bytes encode() const;
   static Withdraw decode(const Bytes& payload);
+};
+
+// Bytes of the receiver's registered memory, one piece behind the other, go to the start of a slot
+// of the sender's staging memory.
+struct Fetch {
+  struct Piece {
+    uint64_t addr = 0;
+    uint64_t length = 0;
+  };
+
+  uint32_t slot = 0;
+  std::vector<Piece> pieces;
+
+  uint64_t bytes() const;
+  Bytes encode() const;
+  static Fetch decode(const Bytes& payload);
 };
 
 }  // namespace llmdd

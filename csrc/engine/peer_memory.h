@@ -1,5 +1,5 @@
-// The memory of a linked peer, as this process reads it. The destination's process does all
-// copying, so this is the only way bytes move between engines.
+// The memory of a linked peer, as this process reads it. Only the destination's process writes to
+// its caches, so this is the only way bytes move between engines.
 #pragma once
 
 #include <sys/types.h>
@@ -12,6 +12,9 @@
 
 namespace llmdd {
 
+class Link;
+class RequestHandler;
+
 class PeerMemory {
  public:
   virtual ~PeerMemory() = default;
@@ -23,11 +26,20 @@ class PeerMemory {
 
   // A Share, with its descriptor, or a Withdraw. In force for copies that begin later. Throws
   // WireError for what no honest peer sends. May not log: the link holds a mutex.
-  virtual void notice(const Frame& frame, UniqueFd fd) = 0;
+  virtual void notice(const Frame& /*frame*/, UniqueFd /*fd*/) {
+    throw WireError("the peer offers shared memory that was not asked for");
+  }
 
   // The link has ended. Lets go of what is held of the peer, as soon as no copy uses it; later
   // notices have no effect.
-  virtual void let_go() = 0;
+  virtual void let_go() {}
+
+  // For memory that is read by messages on the link. The link and its handler live longer.
+  virtual void attach(Link& /*link*/, RequestHandler& /*handler*/) {}
+  // Takes a request of the peer to serve it on another thread than the link's; false: does not.
+  virtual bool take(const Frame& /*request*/) { return false; }
+  // The link has ended. Returns when no thread of this object uses it any more.
+  virtual void end() {}
 };
 
 // A process of this host, read with process_vm_readv(2).
@@ -38,12 +50,6 @@ class ProcessMemory final : public PeerMemory {
   void copy(const CopyPlan& plan, const std::function<void()>& checkpoint) override {
     copy_from_process(pid_, plan, checkpoint);
   }
-
-  void notice(const Frame&, UniqueFd) override {
-    throw WireError("the peer offers shared memory that was not asked for");
-  }
-
-  void let_go() override {}
 
  private:
   const pid_t pid_;

@@ -2,6 +2,8 @@
 
 #include <string>
 
+#include "engine/slot_copies.h"
+
 namespace llmdd {
 namespace {
 
@@ -23,6 +25,22 @@ void Service::handle(Link& link, const Frame& request) {
   }
 }
 
+// The caches are held as long as it takes to read them: what is unregistered meanwhile may be
+// unmapped right after.
+size_t Service::gather(const Fetch& fetch, uint8_t* to) {
+  std::vector<CacheUse> uses;
+  std::shared_ptr<Cache> last;
+  for (const Fetch::Piece& piece : fetch.pieces) {
+    if (last && contains_bytes(last->layout, piece.addr, piece.length)) continue;
+    last = caches_.readable(piece.addr, piece.length);
+    if (remote_access_ && !last->layout.remote_accessible) {
+      throw Error(Status::kParamInvalid, "the source cache is not remote accessible");
+    }
+    uses.push_back(caches_.use(last));
+  }
+  return llmdd::gather(fetch.pieces, to);
+}
+
 void Service::answer(Link& link, const Frame& request) {
   switch (request.type) {
     case MessageType::kResolve:
@@ -31,8 +49,10 @@ void Service::answer(Link& link, const Frame& request) {
       return finish(link, request);
     case MessageType::kPush:
       return push(link, request);
-    default:
+    case MessageType::kUnlink:
       return unlink(link, request);
+    default:
+      throw WireError("a fetch on a link whose peers read by themselves");
   }
 }
 
@@ -62,6 +82,7 @@ void Service::push(Link& link, const Frame& request) {
 
 void Service::unlink(Link& link, const Frame& request) {
   links_.drop(link);
+  link.part();
   link.reply(MessageType::kUnlinked, request.call_id, {});
   link.forget("by the peer");
 }

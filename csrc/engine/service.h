@@ -1,7 +1,8 @@
 // Answers what peers ask, on the thread of the link they ask on.
 //
-// As the source of a pull it tells where a cache lies; as the destination of a push it checks the
-// request against this process's own cache table and copies by itself, so no peer ever writes here.
+// As the source of a pull it tells where a cache lies, and for a peer that cannot read by itself it
+// gathers registered bytes; as the destination of a push it checks the request against this
+// process's own cache table and copies by itself, so no peer ever writes into a cache.
 #pragma once
 
 #include "engine/cache_table.h"
@@ -20,6 +21,7 @@ class Service : public RequestHandler {
         remote_access_(remote_access) {}
 
   void handle(Link& link, const Frame& request) override;
+  size_t gather(const Fetch& fetch, uint8_t* to) override;
 
  private:
   void answer(Link& link, const Frame& request);

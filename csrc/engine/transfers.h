@@ -31,6 +31,9 @@ struct EngineOptions {
   int64_t link_total_time_ms = 120'000;  // of a collective link(), with its retries
   uint32_t link_retries = 1;
   Transport transport = Transport::kAuto;
+  std::string link_secret;    // callers over NIXL must know it; empty: anybody may come
+  std::string nixl_library;   // path; empty: not installed
+  uint32_t staging_mib = 64;  // of each link over NIXL
 };
 
 // Layer ranges of both sides; no range means all tensors.

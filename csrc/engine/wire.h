@@ -5,7 +5,9 @@
 //   1  first version
 //   2  Finish says what was pulled, so that the source can drop the key of an allocated row;
 //      Push may name raw addresses or a reservation
-//   3  Share and Withdraw, and in Introduce whether the sender maps shared memory
+//   3  Share and Withdraw, and in Introduce whether the sender maps shared memory; Hello and
+//   Welcome
+//      say how bytes are to move; Stage and Fetch for links over NIXL
 #pragma once
 
 #include <array>
@@ -21,6 +23,8 @@ constexpr uint32_t kWireMagic = 0x4444'4D4C;  // "LMDD"
 constexpr uint16_t kWireVersion = 3;
 constexpr size_t kFrameHeaderBytes = 24;
 constexpr uint32_t kMaxHandshakePayload = 4096;
+// An agent's metadata grows with the number of network cards, 300 bytes for one.
+constexpr uint32_t kMaxStagePayload = 64U << 10;
 constexpr uint32_t kMaxPayload = 32U << 20;
 constexpr size_t kMaxText = 1024;
 
@@ -41,6 +45,7 @@ enum class MessageType : uint16_t {
   // Handshake over the Unix socket.
   kIntroduce = 4,  // token and nonce
   kVerdict = 5,    // whether this side can read the other's memory and takes the link
+  kStage = 6,      // over NIXL, in place of Introduce: token, agent and staging memory
   // Requests on a link, each answered by the message after it or by kFailure.
   kResolve = 16,  // destination of a pull: where are the bytes of this cache
   kResolved = 17,
@@ -51,6 +56,8 @@ enum class MessageType : uint16_t {
   kUnlink = 22,  // both sides forget the link
   kUnlinked = 23,
   kFailure = 24,  // status and sentence
+  kFetch = 26,    // destination, over NIXL: write these bytes into a staging slot of mine
+  kFetched = 27,
   // Notices on a link, which nobody answers. Each is in force for what comes after it.
   kShare = 32,     // source: these addresses are bytes of the file whose descriptor comes along
   kWithdraw = 33,  // source: they are so no more

@@ -1,5 +1,6 @@
 #include "model/cache_layout.h"
 
+#include <algorithm>
 #include <string>
 
 #include "common/status.h"
@@ -53,6 +54,14 @@ CacheLayout layout_of(const CacheSpec& spec) {
   layout.tensor_addrs = spec.tensor_addrs;
   check_addresses(spec, layout.tensor_bytes());
   return layout;
+}
+
+bool contains_bytes(const CacheLayout& layout, uint64_t addr, uint64_t length) {
+  uint64_t size = layout.tensor_bytes();
+  auto holds = [&](uint64_t tensor) {
+    return addr >= tensor && addr - tensor <= size && length <= size - (addr - tensor);
+  };
+  return std::any_of(layout.tensor_addrs.begin(), layout.tensor_addrs.end(), holds);
 }
 
 }  // namespace llmdd

@@ -31,4 +31,7 @@ struct CacheSpec {
 // Throws Error(kParamInvalid) for a shape or an address the engine cannot serve.
 CacheLayout layout_of(const CacheSpec& spec);
 
+// Whether one of the tensors holds all these bytes.
+bool contains_bytes(const CacheLayout& layout, uint64_t addr, uint64_t length);
+
 }  // namespace llmdd

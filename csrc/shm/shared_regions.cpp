@@ -40,7 +40,7 @@ bool all_writable(const Intervals& wanted) {
 }
 
 bool checked_enabled(Transport transport) {
-  if (transport == Transport::kCma) return false;
+  if (transport == Transport::kCma || transport == Transport::kNixl) return false;
   const std::string& refusal = shared_memory_refusal();
   if (refusal.empty()) return true;
   if (transport == Transport::kShm) {

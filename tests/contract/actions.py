@@ -126,6 +126,10 @@ class BackgroundPull:
         assert self.error is not None
         return str(self.error.status_code.name)
 
+    @property
+    def cache_id(self) -> int:
+        return self._cache
+
     def dump(self) -> list[bytes]:
         return self._local.dump(self._cache)
 

@@ -12,6 +12,7 @@ import os
 import re
 import resource
 import socket
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from contract.memory import ALIGNMENT, Tensor, Window, pattern
 from vllm_llmdd_connector.datadist._engine import testing
 
 _PORT_ATTEMPTS = 5
+TRANSPORT_VARIABLE = "LLMDD_TEST_TRANSPORT"
 
 
 def free_port() -> int:
@@ -31,8 +33,16 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def choose_transport(config: Any, transport: str = "") -> None:
+    """This one, else that of the test run, which children inherit, else the default."""
+    if chosen := transport or os.environ.get(TRANSPORT_VARIABLE):
+        config.transport = chosen
+
+
 class Cluster(BulkMethods):
     """An initialised `LLMDataDist` of the engine `api` (a module name)."""
+
+    _host = "127.0.0.1"
 
     def __init__(
         self,
@@ -47,9 +57,12 @@ class Cluster(BulkMethods):
         host_pool: str = "",
         link_time_s: int = 0,
         backend: str | None = None,
-        transport: str | None = None,
+        transport: str = "",
         share_minimum: int = 1,
+        link_secret: str = "",
+        host: str = "127.0.0.1",
     ) -> None:
+        self._host = host
         self.api: Any = import_engine(api)
         # Tests have little memory, and it should be shared all the same.
         testing.set_share_minimum(share_minimum)
@@ -63,10 +76,11 @@ class Cluster(BulkMethods):
         config.mem_pool_cfg = pool
         config.host_mem_pool_cfg = host_pool
         config.link_total_time = link_time_s
+        choose_transport(config, transport)
+        if link_secret:
+            config.link_secret = link_secret
         if backend is not None:
             config.transfer_backend = backend
-        if transport is not None:
-            config.transport = transport
         self.datadist = self.api.LLMDataDist(self.api.LLMRole.MIX, cluster_id)
         self._listen_port = self._init(config, listen)
         self.caches: dict[int, Any] = {}
@@ -77,7 +91,7 @@ class Cluster(BulkMethods):
     def _init(self, config: Any, listen: bool) -> int:
         """Initialise the engine; the port it was given, or 0."""
         if not listen or not is_vendor(self.api):
-            config.listen_ip_info = "127.0.0.1:0" if listen else ""
+            config.listen_ip_info = f"{self._host}:0" if listen else ""
             self.datadist.init(config.generate_options())
             return 0
         for attempt in range(_PORT_ATTEMPTS):
@@ -322,17 +336,30 @@ class Cluster(BulkMethods):
 
     # Links.
 
-    def _info(self, cluster_id: int, port: int) -> Any:
+    def _info(
+        self, cluster_id: int, port: int, link_secret: str = "", host: str = "127.0.0.1"
+    ) -> Any:
         info = self.api.LLMClusterInfo()
         info.remote_cluster_id = cluster_id
         info.append_local_ip_info("127.0.0.1", 1)
-        info.append_remote_ip_info("127.0.0.1", port)
+        info.append_remote_ip_info(host, port)
+        if link_secret:
+            info.link_secret = link_secret
         return info
 
-    def link(self, cluster_id: int, port: int, timeout_ms: int = 20000) -> Any:
+    def link(
+        self,
+        cluster_id: int,
+        port: int,
+        timeout_ms: int = 20000,
+        link_secret: str = "",
+        host: str = "127.0.0.1",
+    ) -> Any:
         """The status of one link attempt."""
         self.connect()
-        _, statuses = self.datadist.link_clusters([self._info(cluster_id, port)], timeout_ms)
+        _, statuses = self.datadist.link_clusters(
+            [self._info(cluster_id, port, link_secret, host)], timeout_ms
+        )
         return statuses[0]
 
     def unlink(self, cluster_id: int, *, force: bool = False, timeout_ms: int = 20000) -> Any:
@@ -442,6 +469,9 @@ class Cluster(BulkMethods):
     def limit_file_size(self, size: int) -> None:
         hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
         resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    def cpu_ms(self) -> float:
+        """Processor time of all threads since the process began."""
+        return time.process_time() * 1000
 
     def resident_kib(self) -> int:
         with open("/proc/self/statm") as statm:

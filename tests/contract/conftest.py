@@ -11,7 +11,7 @@ import pytest
 from fakes.install import vendor_importable
 
 from contract.actions import link_later
-from contract.cluster import Cluster
+from contract.cluster import TRANSPORT_VARIABLE, Cluster
 from contract.engines import (
     HOST_ENGINE,
     TESTS_PATH,
@@ -28,6 +28,10 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers", "refused_by_vendor(restriction): what only the host engine allows"
     )
+    if transport := config.getoption("--transport"):
+        os.environ[TRANSPORT_VARIABLE] = transport
+        # Between processes of one host UCX would take shared memory.
+        os.environ.setdefault("UCX_TLS", "tcp")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -35,7 +39,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "engine" not in metafunc.fixturenames or any(mark.args[0] == "engine" for mark in marks):
         return
     engines = {"host": HOST_ENGINE, "vendor": VENDOR_ENGINE}
-    if metafunc.definition.get_closest_marker("refused_by_vendor"):
+    only_host = metafunc.config.getoption("--transport")
+    if only_host or metafunc.definition.get_closest_marker("refused_by_vendor"):
         del engines["vendor"]
     metafunc.parametrize("engine", engines.values(), ids=engines.keys(), indirect=True)
 

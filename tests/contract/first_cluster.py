@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from contract.cluster import Cluster
+from contract.cluster import Cluster, choose_transport
 from contract.engines import HOST_ENGINE, import_engine
 from contract.memory import Tensor, Window, pattern
 
@@ -29,6 +29,7 @@ class FirstCluster(Cluster):
         config.device_id = 0
         config.sync_kv_timeout = timeout_ms
         config.enable_switch_role = may_switch
+        choose_transport(config)
         if memory:
             config.ge_options = {"ge.flowGraphMemMaxSize": memory}
         self.datadist = self.api.LLMDataDist(self.api.LLMRole[role], cluster_id)

@@ -32,12 +32,13 @@ class Peer:
     cluster_id: int
     listen_port: int
 
-    def __init__(self) -> None:
+    def __init__(self, *wrapper: str) -> None:
+        """`wrapper` is a command that runs the rest of its arguments in its place."""
         self._pipe, theirs = Pipe()
         self.before_traffic: Callable[[], None] | None = None
         tests = str(Path(__file__).resolve().parents[1])
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "contract.peer", str(theirs.fileno())],
+            [*wrapper, sys.executable, "-m", "contract.peer", str(theirs.fileno())],
             pass_fds=[theirs.fileno()],
             env={
                 **os.environ,

@@ -239,4 +239,5 @@ class TestNothingIsLeftBehind:
         before = local.descriptors(), local.native_threads()
         for _ in range(100):
             make_local().finalize()
-        assert (local.descriptors(), local.native_threads()) == before
+        assert local.descriptors() <= before[0]
+        assert local.native_threads() == before[1]

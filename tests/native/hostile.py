@@ -30,7 +30,7 @@ class Hostile:
     def _parse_welcome(payload: bytes) -> tuple[str, bytes]:
         at = 9
         (boot,) = struct.unpack_from("<H", payload, at)
-        at += 2 + boot + 12
+        at += 2 + boot + 12 + 1
         (size,) = struct.unpack_from("<H", payload, at)
         path = payload[at + 2 : at + 2 + size]
         return path.decode(), payload[-16:]

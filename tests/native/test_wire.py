@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hmac
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -22,6 +24,8 @@ GOOD = {
         wire.ref(2), 64, [4096], [(0, 1, 2), (5, 6, 7)], dst_addrs=(8192, 0), token=9
     ),
     wire.FAILURE: wire.outcome(5, b"why"),
+    wire.STAGE: wire.stage(b"t" * 16, b"agent"),
+    wire.FETCH: wire.fetch(3, [(4096, 64), (8192, 1)]),
 }
 KINDS = sorted(GOOD)
 OWN = testing.WIRE_VERSION
@@ -77,6 +81,46 @@ def test_cache_that_cannot_exist_is_refused(payload: bytes) -> None:
         testing.recode(wire.RESOLVED, payload)
 
 
+@pytest.mark.parametrize(
+    "payload",
+    [
+        wire.fetch(0, []),
+        wire.fetch(0, [(4096, 0)]),
+        wire.fetch(0, [(4096, wire.SLOT_BYTES + 1)]),
+        wire.fetch(0, [(4096, wire.SLOT_BYTES), (4096, 1)]),
+        wire.fetch(0, [(4096, 2**64 - 1), (4096, 2)]),
+    ],
+)
+def test_fetch_that_fits_no_slot_is_refused(payload: bytes) -> None:
+    with pytest.raises(EngineError, match="slot"):
+        testing.recode(wire.FETCH, payload)
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        wire.stage(bytes(16), b"", slots=0),
+        wire.stage(bytes(16), b"", slots=2**16 + 1),
+        wire.stage(bytes(16), b"", addr=2**64 - 1),
+    ],
+)
+def test_staging_memory_that_cannot_exist_is_refused(payload: bytes) -> None:
+    with pytest.raises(EngineError, match="staging memory"):
+        testing.recode(wire.STAGE, payload)
+
+
+@pytest.mark.parametrize(
+    ("kind", "payload"),
+    [
+        (wire.HELLO, wire.hello(1, 2, remote=True, transport=9)),
+        (wire.WELCOME, wire.welcome(1, b"", remote=True, transport=9)),
+    ],
+)
+def test_unknown_transport_is_refused(kind: int, payload: bytes) -> None:
+    with pytest.raises(EngineError, match="unknown transport 9"):
+        testing.recode(kind, payload)
+
+
 class TestHeader:
     def test_fields(self) -> None:
         data = wire.frame(wire.PUSH, b"xyz", 77)[:24]
@@ -93,3 +137,9 @@ class TestHeader:
     def test_oversized_payload(self) -> None:
         with pytest.raises(EngineError, match="over the limit of 100"):
             testing.decode_header(wire.frame(1, size=101), 100)
+
+
+@pytest.mark.parametrize("size", [0, 1, 31, 55, 56, 63, 64, 65, 200])
+def test_hmac_is_the_standard_one(size: int) -> None:
+    key, message = "k" * size, bytes(range(size))
+    assert testing.hmac_sha256(key, message) == hmac.digest(key.encode(), message, "sha256")

@@ -10,6 +10,9 @@ HELLO, WELCOME, REJECT, INTRODUCE, VERDICT = 1, 2, 3, 4, 5
 RESOLVE, RESOLVED, FINISH, FINISHED, PUSH, PUSHED = 16, 17, 18, 19, 20, 21
 UNLINK, UNLINKED, FAILURE = 22, 23, 24
 SHARE, WITHDRAW = 32, 33
+STAGE, FETCH, FETCHED = 6, 26, 27
+AUTO, SHM, CMA, NIXL = range(4)  # transports
+SLOT_BYTES = 4 << 20
 HEADER = struct.Struct("<IHHIIQ")
 
 
@@ -34,12 +37,25 @@ def host() -> bytes:
     return text(b"boot") + struct.pack("<QI", 1, 2)
 
 
-def hello(cluster_id: int, wanted: int, *, remote: bool, timeout_ms: int = 5000) -> bytes:
-    return struct.pack("<QQBI", cluster_id, wanted, remote, timeout_ms) + host()
+def hello(
+    cluster_id: int, wanted: int, *, remote: bool, timeout_ms: int = 5000, transport: int = CMA
+) -> bytes:
+    head = struct.pack("<QQBI", cluster_id, wanted, remote, timeout_ms)
+    return head + host() + bytes([transport])
 
 
-def welcome(cluster_id: int, path: bytes, *, remote: bool) -> bytes:
-    return struct.pack("<QB", cluster_id, remote) + host() + text(path) + bytes(16)
+def welcome(cluster_id: int, path: bytes, *, remote: bool, transport: int = CMA) -> bytes:
+    head = struct.pack("<QB", cluster_id, remote) + host() + bytes([transport])
+    return head + text(path) + bytes(16)
+
+
+def stage(token: bytes, metadata: bytes, *, addr: int = 1 << 20, slots: int = 4) -> bytes:
+    return token + struct.pack("<QII", addr, slots, len(metadata)) + metadata + bytes(32)
+
+
+def fetch(slot: int, pieces: list[tuple[int, int]]) -> bytes:
+    packed = b"".join(struct.pack("<2Q", *piece) for piece in pieces)
+    return struct.pack("<II", slot, len(pieces)) + packed
 
 
 def outcome(status: int, reason: bytes = b"") -> bytes:

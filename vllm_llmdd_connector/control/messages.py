@@ -59,6 +59,8 @@ class WorkerEndpoint(msgspec.Struct, frozen=True, kw_only=True):
     """What ``link_clusters`` dials."""
     control_port: Annotated[int, msgspec.Meta(ge=0, le=65535)]
     """Where the rank takes ``Reserve``; 0 when it takes none."""
+    link_secret: Annotated[str, msgspec.Meta(max_length=64)] = ""
+    """What a link to the rank's engine over NIXL must prove to know."""
 
 
 class Hello(Message, frozen=True, kw_only=True):

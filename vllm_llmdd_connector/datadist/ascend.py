@@ -115,6 +115,7 @@ class AscendBackend:
     def __init__(self, config: ConnectorConfig, device: Any) -> None:
         self.api: Any = load_vendor()
         self.listen_port = 0
+        self.link_secret = ""
         self._config = config
         self._on_npu = device.type == "npu"
         self._npu: Any = None

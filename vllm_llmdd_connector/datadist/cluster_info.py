@@ -36,6 +36,9 @@ class LLMClusterInfo:
         self._remote_role_type: LLMRole | int | None = None
         self._local: list[tuple[int, int]] = []
         self._remote: list[tuple[int, int]] = []
+        self.link_secret = ""
+        """That of the peer's ``LLMConfig``, for a link over NIXL. An extension of the vendor's
+        API."""
 
     @property
     def remote_cluster_id(self) -> int | None:

@@ -300,6 +300,37 @@ class LLMConfig:
         check(0.0 <= mem_utilization <= 1.0, f"mem_utilization {mem_utilization} is not in [0, 1]")
         self._set("mem_utilization", mem_utilization, "llm.MemoryUtilization", str(mem_utilization))
 
+    @property
+    def transport(self) -> str:
+        """How bytes reach this process: auto, cma or nixl. An extension of the vendor's API."""
+        return str(self._values.get("transport", "auto"))
+
+    @transport.setter
+    def transport(self, transport: str) -> None:
+        check_type("transport", transport, str)
+        self._set("transport", transport, "llmdd.Transport", transport)
+
+    @property
+    def staging_mib(self) -> int:
+        """Staging memory of each link over NIXL, in MiB. An extension of the vendor's API."""
+        return int(self._values.get("staging_mib", 64))
+
+    @staging_mib.setter
+    def staging_mib(self, staging_mib: int) -> None:
+        check_uint32("staging_mib", staging_mib)
+        self._set("staging_mib", staging_mib, "llmdd.StagingMib", str(staging_mib))
+
+    @property
+    def link_secret(self) -> str:
+        """What a peer must know to link to this process over NIXL; it gives it as
+        ``LLMClusterInfo.link_secret``. Empty: whoever reaches the port. An extension of the
+        vendor's API."""
+        return str(self._values.get("link_secret", ""))
+
+    @link_secret.setter
+    def link_secret(self, link_secret: str) -> None:
+        self._set_text("link_secret", link_secret, "llmdd.LinkSecret")
+
 
 LlmConfig = LLMConfig
 

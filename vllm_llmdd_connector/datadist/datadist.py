@@ -64,6 +64,9 @@ class _Running:
                 settings.link_total_time_ms,
                 settings.link_retries,
                 settings.transport,
+                settings.link_secret,
+                settings.nixl_library,
+                settings.staging_mib,
             )
         link_use = LinkUse()
         self.cache_manager = CacheManager(self.engine, settings.remote_access)
@@ -323,9 +326,9 @@ def _dialable(cluster: LLMClusterInfo) -> bool:
     return len(cluster.remote_ip_info_list) == 1
 
 
-def _target(cluster: LLMClusterInfo) -> tuple[int, str, int]:
+def _target(cluster: LLMClusterInfo) -> tuple[int, str, int, str]:
     ip, port = cluster.remote_ip_info_list[0]
-    return _remote_id(cluster), ip_text(ip), port
+    return _remote_id(cluster), ip_text(ip), port, cluster.link_secret
 
 
 def _link_status(code: int) -> LLMStatusCode:

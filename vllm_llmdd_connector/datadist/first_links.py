@@ -56,7 +56,7 @@ class FirstGenerationLinks:
         targets = []
         for cluster in wanted:
             ip, port = cluster.remote_ip_info_list[0]
-            targets.append((_id(cluster), ip_text(ip), port))
+            targets.append((_id(cluster), ip_text(ip), port, cluster.link_secret))
         with first_generation_errors("link_clusters"):
             codes = self._engine.link(targets, timeout_ms)
         answers = {

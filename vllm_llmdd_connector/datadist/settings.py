@@ -6,9 +6,11 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TypedDict
 
 from vllm_llmdd_connector.datadist.checks import check, check_elements, check_type
 from vllm_llmdd_connector.datadist.cluster_info import ip_text, trans_str_ip
+from vllm_llmdd_connector.datadist.nixl import find_nixl_library
 from vllm_llmdd_connector.datadist.status import LLMStatusCode, fail
 from vllm_llmdd_connector.datadist.types import LLMRole
 
@@ -29,6 +31,8 @@ _SWITCH_ROLE = "llm.EnableSwitchRole"
 _LINK_TIME = "llm.LinkTotalTime"
 _LINK_RETRIES = "llm.LinkRetryCount"
 _TRANSPORT = "llmdd.Transport"
+_LINK_SECRET = "llmdd.LinkSecret"
+_STAGING = "llmdd.StagingMib"
 _LINK_TIME_VARIABLE = "HCCL_CONNECT_TIMEOUT"  # the vendor's default for link()
 
 _DEFAULT_SYNC_KV_TIMEOUT_MS = 1000
@@ -37,6 +41,9 @@ _MAX_LINK_RETRIES = 100
 _DEFAULT_PAGE_SHIFT = 16
 _FIRST_GENERATION_PAGE_SHIFT = 9  # its tensors are aligned to 512 bytes
 _PAGE_SHIFTS = range(10, 31)
+_TRANSPORTS = ("auto", "cma", "nixl")
+_STAGING_MIB = range(8, 4097)
+_DEFAULT_STAGING_MIB = "64"
 
 Pool = tuple[int, int]  # bytes, page shift
 
@@ -55,9 +62,12 @@ class EngineSettings:
     link_total_time_ms: int  # bounds the set-up of one link()
     link_retries: int
     point_to_point: bool  # the backend has no link()
+    transport: str
+    link_secret: str  # empty: none
+    nixl_library: str  # path; empty if NIXL is not installed or not wanted
+    staging_mib: int  # of each link over NIXL
     first_generation: bool = False  # KvCacheManager, else CacheManager
     may_switch_role: bool = True
-    transport: str = "auto"  # the engine names the allowed values
 
 
 def read_settings(options: Mapping[str, str], role: LLMRole) -> EngineSettings:
@@ -83,7 +93,7 @@ def read_settings(options: Mapping[str, str], role: LLMRole) -> EngineSettings:
         link_total_time_ms=_link_time_s(completed) * 1000,
         link_retries=_link_retries(completed),
         point_to_point=_BACKEND in completed,
-        transport=completed.get(_TRANSPORT, "auto"),
+        **_transport(completed),
     )
 
 
@@ -106,9 +116,9 @@ def _first_generation(options: Mapping[str, str], role: LLMRole) -> EngineSettin
         link_total_time_ms=_link_time_s(options) * 1000,
         link_retries=_link_retries(options),
         point_to_point=False,
+        **_transport(options),
         first_generation=True,
         may_switch_role=options.get(_SWITCH_ROLE) == "1",
-        transport=options.get(_TRANSPORT, "auto"),
     )
 
 
@@ -180,6 +190,38 @@ def _link_retries(options: Mapping[str, str]) -> int:
         f"{_LINK_RETRIES} {retries} is outside [1, {_MAX_LINK_RETRIES}]",
     )
     return retries
+
+
+class _Transport(TypedDict):
+    transport: str
+    link_secret: str
+    nixl_library: str
+    staging_mib: int
+
+
+def _transport(options: Mapping[str, str]) -> _Transport:
+    transport = options.get(_TRANSPORT, "auto")
+    check(
+        transport in _TRANSPORTS,
+        f"transport is {transport!r}, it must be one of: {', '.join(_TRANSPORTS)}",
+    )
+    library = "" if transport == "cma" else find_nixl_library()
+    if transport == "nixl" and not library:
+        fail(
+            "transport is nixl, but NIXL is not installed; pip install vllm-llmdd-connector[nixl]",
+            LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
+        )
+    staging_mib = _number(_STAGING, options.get(_STAGING, _DEFAULT_STAGING_MIB))
+    check(
+        staging_mib in _STAGING_MIB,
+        f"staging_mib is {staging_mib}, it must be in [{_STAGING_MIB[0]}, {_STAGING_MIB[-1]}]",
+    )
+    return {
+        "transport": transport,
+        "link_secret": options.get(_LINK_SECRET, ""),
+        "nixl_library": library,
+        "staging_mib": staging_mib,
+    }
 
 
 def listen_address(options: Mapping[str, str]) -> tuple[str, int]:

@@ -8,6 +8,7 @@ thread.
 
 import contextlib
 import importlib
+import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import ModuleType
@@ -39,6 +40,8 @@ class Backend(Protocol):
     """The module with the LLM-DataDist names."""
     listen_port: int
     """The port that peers' ``link_clusters`` dials; 0 when this side does not listen."""
+    link_secret: str
+    """What they must know to link over NIXL; empty where there is no such thing."""
     max_blocks_per_call: int
     """Longer block lists are pulled and pushed in pieces."""
     has_reservations: bool
@@ -199,6 +202,7 @@ class HostBackend:
         self.api: Any = load_api(config.engine)
         self._config = config
         self._datadist: Any = None
+        self.link_secret = secrets.token_hex(16)
 
     def check_plans(self, plans: Sequence[CachePlan]) -> None:
         """Any address and any number of them will do."""
@@ -210,6 +214,8 @@ class HostBackend:
         options.enable_remote_cache_accessible = True
         options.sync_kv_timeout = config.sync_kv_timeout_ms
         options.transport = config.transport
+        options.link_secret = self.link_secret
+        options.staging_mib = config.staging_mib
         if is_producer:
             options.listen_ip_info = f"{config.host}:0"
         role = api.LLMRole.PROMPT if is_producer else api.LLMRole.DECODER

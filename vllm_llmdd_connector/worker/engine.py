@@ -54,6 +54,11 @@ class DataDistEngine:
         """The port that peers' ``link_clusters`` dials."""
         return self._backend.listen_port
 
+    @property
+    def link_secret(self) -> str:
+        """What peers must know to link over NIXL; it goes to them on the control channel only."""
+        return self._backend.link_secret
+
     def link(self, endpoint: WorkerEndpoint) -> None:
         """Link one peer worker; blocks for ``link_timeout_ms`` at most.
 
@@ -306,6 +311,8 @@ class DataDistEngine:
         cluster.append_local_ip_info(self._config.host, 0)
         if endpoint is not None:
             cluster.append_remote_ip_info(endpoint.host, endpoint.engine_port)
+            if endpoint.link_secret:
+                cluster.link_secret = endpoint.link_secret
         return cluster
 
     def _link_sentence(self, endpoint: WorkerEndpoint, status: Any, detail: str) -> str:

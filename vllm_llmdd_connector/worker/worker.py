@@ -242,6 +242,7 @@ class WorkerConnector:
             cluster_id=engine.cluster_id,
             host=self._config.host,
             engine_port=engine.listen_port,
+            link_secret=engine.link_secret,
             control_port=0 if self._server is None else self._server.port,
         )
 

@@ -21,10 +21,11 @@ Bytes scripted_frame(MessageType type, Random& random) {
   if (random.one_in(20)) type = random.pick(kTypes);
   Bytes payload = random_payload(type, random);
   if (type == MessageType::kHello && !random.one_in(4)) {
-    payload = Hello{2, 1, true, 50'000, read_host_facts()}.encode();
+    payload = Hello{2, 1, true, 50'000, read_host_facts(), Transport::kAuto}.encode();
   }
   if (type == MessageType::kWelcome && !random.one_in(4)) {
-    payload = Welcome{2, true, read_host_facts(), "/nowhere/link.sock", {}}.encode();
+    payload =
+        Welcome{2, true, read_host_facts(), Transport::kAuto, "/nowhere/link.sock", {}}.encode();
   }
   if (!random.one_in(3)) mutate(payload, random);
   Bytes frame = encode_frame(type, 0, payload);

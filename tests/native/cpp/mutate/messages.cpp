@@ -10,7 +10,8 @@ namespace {
 const std::vector<MessageType> kTypes = {
     MessageType::kHello,   MessageType::kWelcome, MessageType::kReject,   MessageType::kIntroduce,
     MessageType::kVerdict, MessageType::kResolve, MessageType::kResolved, MessageType::kFinish,
-    MessageType::kPush,    MessageType::kFailure, MessageType::kShare,    MessageType::kWithdraw};
+    MessageType::kPush,    MessageType::kFailure, MessageType::kShare,    MessageType::kWithdraw,
+    MessageType::kStage,   MessageType::kFetch};
 
 std::string random_text(Random& random) {
   std::string text(random.one_in(10) ? random.below(1100) : random.below(12), 'x');
@@ -34,6 +35,11 @@ Share random_share(Random& random) {
     share.ranges.push_back({random.awkward(), random.awkward(), random.awkward()});
   }
   return share;
+}
+
+Transport random_transport(Random& random) {
+  return random.pick<Transport>(
+      {Transport::kAuto, Transport::kShm, Transport::kCma, Transport::kNixl});
 }
 
 template <typename Message>
@@ -63,6 +69,10 @@ void decode(MessageType type, const Bytes& payload) {
       return check_round_trip<Share>(payload);
     case MessageType::kWithdraw:
       return check_round_trip<Withdraw>(payload);
+    case MessageType::kStage:
+      return check_round_trip<Stage>(payload);
+    case MessageType::kFetch:
+      return check_round_trip<Fetch>(payload);
     default:
       return check_round_trip<Outcome>(payload);
   }
@@ -97,12 +107,13 @@ Push random_push(Random& random, const std::vector<uint64_t>& addrs) {
 Bytes random_payload(MessageType type, Random& random) {
   switch (type) {
     case MessageType::kHello:
-      return Hello{random.awkward(), random.awkward(), random.one_in(2),
-                   static_cast<uint32_t>(random.awkward()), random_facts(random)}
+      return Hello{random.awkward(),     random.awkward(),
+                   random.one_in(2),     static_cast<uint32_t>(random.awkward()),
+                   random_facts(random), random_transport(random)}
           .encode();
     case MessageType::kWelcome:
-      return Welcome{
-          random.awkward(), random.one_in(2), random_facts(random), random_text(random), {}}
+      return Welcome{random.awkward(),         random.one_in(2),    random_facts(random),
+                     random_transport(random), random_text(random), {}}
           .encode();
     case MessageType::kIntroduce:
       return Introduce{{}, {}, random.awkward(), random.one_in(2)}.encode();
@@ -124,6 +135,14 @@ Bytes random_payload(MessageType type, Random& random) {
       return random_share(random).encode();
     case MessageType::kWithdraw:
       return Withdraw{random.awkward()}.encode();
+    case MessageType::kStage:
+      return Stage{
+          {}, {random.below(1U << 30), uint32_t(random.between(1, 64))}, Bytes(random.below(400))}
+          .encode();
+    case MessageType::kFetch:
+      return Fetch{uint32_t(random.awkward()),
+                   {{random.awkward(), random.between(1, 99)}, {random.awkward(), 64}}}
+          .encode();
     default:
       return Outcome{static_cast<Status>(random.awkward()), random_text(random)}.encode();
   }

@@ -1,0 +1,188 @@
+#include "engine/nixl_memory.h"
+
+#include <unistd.h>
+
+#include <deque>
+
+#include "common/log.h"
+#include "engine/copy_pace.h"
+#include "engine/link.h"
+#include "engine/plan_chunks.h"
+#include "engine/poll_pause.h"
+#include "engine/slot_copies.h"
+
+namespace llmdd {
+namespace {
+
+// Fetches of one copy on their way at once; other copies over the link use the rest of the slots.
+constexpr size_t kMostFetches = 4;
+constexpr size_t kMaxPieces = 1U << 16;  // a message of 1 MiB
+// A copy is cut at least so fine that its parts overlap, unless they become too small to pay.
+constexpr uint64_t kSmallestChunk = 256U << 10;
+// What a copy that was stopped has still on its way has ended by then, or the link ends.
+constexpr int64_t kDrainMs = 10'000;
+
+uint64_t bytes_of(const CopyPlan& plan) {
+  uint64_t bytes = 0;
+  for (const ByteRun& run : plan.runs) bytes += run.length;
+  return bytes * plan.src_bases.size();
+}
+
+uint64_t chunk_bytes(const CopyPlan& plan) {
+  return std::clamp<uint64_t>(bytes_of(plan) / kMostFetches, kSmallestChunk, kSlotBytes);
+}
+
+Bytes fetch_message(size_t slot, const std::vector<Piece>& pieces) {
+  Fetch fetch;
+  fetch.slot = static_cast<uint32_t>(slot);
+  fetch.pieces.reserve(pieces.size());
+  for (const Piece& piece : pieces) fetch.pieces.push_back({piece.src, piece.length});
+  return fetch.encode();
+}
+
+}  // namespace
+
+struct NixlMemory::Fetching {
+  size_t slot = 0;
+  std::vector<Piece> pieces;
+  Link::Sent sent;
+};
+
+// The fetches of one copy. What is on its way at the end is waited for by another thread.
+class NixlMemory::Fetches {
+ public:
+  explicit Fetches(NixlMemory& memory) : memory_(memory) {}
+  Fetches(const Fetches&) = delete;
+  Fetches& operator=(const Fetches&) = delete;
+  ~Fetches() {
+    if (fetching_.empty()) return;
+    auto abandoned = std::make_shared<std::vector<Fetching>>(
+        std::make_move_iterator(fetching_.begin()), std::make_move_iterator(fetching_.end()));
+    NixlMemory* memory = &memory_;
+    memory_.requests_.post([memory, abandoned] { memory->drain(std::move(*abandoned)); });
+  }
+
+  bool empty() const { return fetching_.empty(); }
+
+  void start(PlanChunks& chunks) {
+    while (!chunks.empty() && fetching_.size() < kMostFetches) {
+      std::optional<size_t> slot = memory_.slab_.acquire();
+      if (!slot) return;
+      Fetching& fetch = fetching_.emplace_back(Fetching{*slot, chunks.next(), {}});
+      fetch.sent =
+          memory_.link_->start(MessageType::kFetch, fetch_message(fetch.slot, fetch.pieces));
+    }
+  }
+
+  // The oldest, when its bytes are in its slot. Throws what the peer answers.
+  std::optional<Fetching> take() {
+    if (fetching_.empty()) return std::nullopt;
+    try {
+      if (!memory_.link_->try_finish(fetching_.front().sent)) return std::nullopt;
+    } catch (const Error&) {
+      drop_oldest();
+      throw;
+    }
+    Fetching oldest = std::move(fetching_.front());
+    fetching_.pop_front();
+    return oldest;
+  }
+
+ private:
+  // The peer has written nothing, or the link has ended and the slot is not used again.
+  void drop_oldest() {
+    if (memory_.link_->linked()) memory_.slab_.release(fetching_.front().slot);
+    fetching_.pop_front();
+  }
+
+  NixlMemory& memory_;
+  std::deque<Fetching> fetching_;
+};
+
+NixlMemory::NixlMemory(std::shared_ptr<const NixlLibrary> nixl, size_t num_slots)
+    : slab_(num_slots), agent_(std::move(nixl)) {
+  agent_.register_memory(slab_.data(), slab_.size());
+}
+
+Stage NixlMemory::stage(const Nonce& token) {
+  SlabFacts slab{reinterpret_cast<uint64_t>(slab_.data()),
+                 static_cast<uint32_t>(slab_.num_slots())};
+  return {token, slab, agent_.metadata()};
+}
+
+void NixlMemory::connect(const Stage& peer) {
+  agent_.connect(peer.metadata);
+  peer_slab_ = peer.slab;
+}
+
+void NixlMemory::attach(Link& link, RequestHandler& handler) {
+  link_ = &link;
+  handler_ = &handler;
+  server_ = std::make_unique<FetchServer>(agent_, peer_slab_, link, handler);
+}
+
+bool NixlMemory::take(const Frame& request) {
+  if (request.type == MessageType::kFetch) {
+    server_->post(request);
+  } else {
+    requests_.post([this, request] { answer(request); });
+  }
+  return true;
+}
+
+void NixlMemory::answer(const Frame& request) {
+  try {
+    handler_->handle(*link_, request);
+  } catch (const std::exception& error) {
+    link_->fail(error.what());
+  }
+}
+
+void NixlMemory::end() {
+  requests_.end();
+  if (server_) server_->end();
+}
+
+void NixlMemory::copy(const CopyPlan& plan, const std::function<void()>& checkpoint) {
+  if (plan.runs.empty()) return;
+  PlanChunks chunks(plan, chunk_bytes(plan), kMaxPieces);
+  Fetches fetches(*this);
+  CopyPace pace;
+  PollPause pause;
+  while (!chunks.empty() || !fetches.empty()) {
+    checkpoint();
+    fetches.start(chunks);
+    agent_.progress();
+    std::optional<Fetching> fetched = fetches.take();
+    if (!fetched) {
+      pause.pause();
+      continue;
+    }
+    checkpoint();
+    pace.keep(scatter(slab_.slot(fetched->slot), fetched->pieces));
+    slab_.release(fetched->slot);
+    pause.reset();
+  }
+  checkpoint();
+}
+
+// A slot that the peer may still write into must not be used again.
+void NixlMemory::drain(std::vector<Fetching> abandoned) {
+  Deadline deadline = Deadline::after_ms(kDrainMs);
+  for (const Fetching& fetch : abandoned) {
+    PollPause pause;
+    try {
+      while (!link_->try_finish(fetch.sent)) {
+        if (deadline.passed()) return link_->fail("the bytes of a stopped copy did not end");
+        agent_.progress();
+        pause.pause();
+      }
+    } catch (const Error& error) {
+      if (!link_->linked()) return;
+      log(LogLevel::kDebug, std::string("a stopped copy: ") + error.what());
+    }
+    slab_.release(fetch.slot);
+  }
+}
+
+}  // namespace llmdd

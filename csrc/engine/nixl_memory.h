@@ -1,0 +1,64 @@
+// The memory of a peer that is reached through NIXL, on another host or on this one.
+//
+// destination                               source
+//   copy(): takes a staging slot
+//   Fetch(slot, pieces)  ------link------>   FetchServer: checks that the pieces are registered
+//                                            memory, gathers them in a slot of its own
+//   the slot fills       <-----NIXL-------   writes that slot
+//                        <-----link-------   Fetched, once all bytes are there
+//   asks `checkpoint` and scatters the slot into the cache
+//
+// So the peer writes into this link's staging memory and nowhere else, and a slot is used again
+// only when its transfer is known to have ended. Several fetches are on their way at once. The
+// source writes rather than the destination reads because over TCP that is two to three times as
+// fast, and needs no memory but the slots to be known to NIXL.
+//
+// All requests of the peer except Fetch wait their turn on one thread, so that the link's own
+// thread is free for the replies that a copy waits for.
+#pragma once
+
+#include <memory>
+#include <optional>
+#include <string>
+
+#include "engine/fetch_server.h"
+#include "engine/messages.h"
+#include "engine/nixl_agent.h"
+#include "engine/peer_memory.h"
+#include "engine/request_queue.h"
+#include "engine/staging_slab.h"
+
+namespace llmdd {
+
+class NixlMemory final : public PeerMemory {
+ public:
+  NixlMemory(std::shared_ptr<const NixlLibrary> nixl, size_t num_slots);
+  ~NixlMemory() override { end(); }
+
+  // What the peer's `connect` needs.
+  Stage stage(const Nonce& token);
+  // Throws Error(kLinkFailed).
+  void connect(const Stage& peer);
+
+  void copy(const CopyPlan& plan, const std::function<void()>& checkpoint) override;
+  void attach(Link& link, RequestHandler& handler) override;
+  bool take(const Frame& request) override;
+  void end() override;
+
+ private:
+  class Fetches;
+  struct Fetching;
+
+  void answer(const Frame& request);
+  void drain(std::vector<Fetching> abandoned);
+
+  StagingSlab slab_;
+  NixlAgent agent_;  // ends before the memory that it has registered
+  SlabFacts peer_slab_;
+  Link* link_ = nullptr;
+  RequestHandler* handler_ = nullptr;
+  std::unique_ptr<FetchServer> server_;
+  RequestQueue requests_;
+};
+
+}  // namespace llmdd
