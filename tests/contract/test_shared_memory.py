@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -184,7 +185,7 @@ def test_memory_of_a_file_is_left_alone(pair: Pair, make_local: MakeLocal, tmp_p
     local, peer = pair()
     source = peer.add_slabs(2, BLOCKS, BLOCK, file=str(tmp_path / "pages"))
     check_pull(local, peer, local.add_blocks(2, BLOCKS, BLOCK), source)
-    assert peer.shared_pages() == {}
+    assert "rw-s" not in peer.shared_pages()
 
 
 def test_shm_refuses_memory_of_a_file(make_local: MakeLocal, tmp_path: Path) -> None:
@@ -236,7 +237,7 @@ def test_a_limit_of_file_sizes_is_no_signal(pair: Pair) -> None:
         source = peer.add_blocks(4, BLOCKS, BLOCK)
     finally:
         peer.limit_file_size(-1)
-    assert peer.shared_pages() == {}
+    assert "rw-s" not in peer.shared_pages()
     check_pull(local, peer, local.add_blocks(4, BLOCKS, BLOCK), source)
 
 
@@ -292,4 +293,24 @@ def test_allocated_caches_are_shared(pair: Pair) -> None:
         source = peer.allocate_blocks(4, BLOCKS, BLOCK, seed=number)
         check_pull(local, peer, cache, source, seed=number)
     peer.deallocate(source)
-    assert peer.shared_pages() == {}
+    assert "rw-s" not in peer.shared_pages()
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="numbers of system calls")
+def test_memory_of_a_thread_with_a_numa_policy_is_shared(pair: Pair) -> None:
+    """vLLM's CPU workers bind themselves; their memory has no policy of its own."""
+    local, peer = pair()
+    peer.bind_thread(is_bound=True)
+    try:
+        source = peer.add_blocks(4, BLOCKS, BLOCK)
+    finally:
+        peer.bind_thread(is_bound=False)
+    check_pull(local, peer, local.add_blocks(4, BLOCKS, BLOCK), source)
+    assert "r--s" in local.shared_pages()
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="numbers of system calls")
+def test_memory_that_is_bound_by_itself_stays_where_it_is(make_local: MakeLocal) -> None:
+    local = make_local(1)
+    local.add_bound()
+    assert "rw-s" not in local.shared_pages()
