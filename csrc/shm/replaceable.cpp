@@ -37,8 +37,8 @@ struct Policy {
   bool operator==(const Policy& other) const { return mode == other.mode && nodes == other.nodes; }
 };
 
-// Of the memory at `addr`, or of this thread for null. A container may forbid the call, and then
-// the calls that set policies, too.
+// Of the memory at `addr` by itself, or of this thread for null. A container may forbid the call,
+// and then the calls that set policies, too.
 Policy numa_policy(void* addr) {
   Policy policy;
   unsigned long flags = addr == nullptr ? 0 : MPOL_F_ADDR;
@@ -47,6 +47,12 @@ Policy numa_policy(void* addr) {
     return {};
   }
   return policy;
+}
+
+// Memory without a policy of its own follows that of the thread that takes it, as new pages do.
+bool is_bound(const MappedArea& area) {
+  Policy own = numa_policy(reinterpret_cast<void*>(area.begin));
+  return own.mode != MPOL_DEFAULT && !(own == numa_policy(nullptr));
 }
 
 bool has_flag(const MappedArea& area, const char* flag) {
@@ -62,10 +68,7 @@ std::string refusal(const MappedArea& area) {
   for (const Special& special : kSpecial) {
     if (has_flag(area, special.flag)) return special.what;
   }
-  if (!(numa_policy(reinterpret_cast<void*>(area.begin)) == numa_policy(nullptr))) {
-    return "is bound to NUMA nodes";
-  }
-  return "";
+  return is_bound(area) ? "is bound to NUMA nodes" : "";
 }
 
 std::string sentence(uint64_t begin, uint64_t end, const std::string& why) {

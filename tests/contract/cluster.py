@@ -25,6 +25,10 @@ from vllm_llmdd_connector.datadist._engine import testing
 _PORT_ATTEMPTS = 5
 TRANSPORT_VARIABLE = "LLMDD_TEST_TRANSPORT"
 
+# On x86-64.
+_MBIND, _SET_MEMPOLICY = 237, 238
+_MPOL_BIND = 2
+
 
 def free_port() -> int:
     """One that nobody uses at the moment."""
@@ -462,6 +466,26 @@ class Cluster(BulkMethods):
     def mapped_names(self) -> set[str]:
         """Names of all memfds that are mapped here."""
         return set(re.findall(r"/memfd:(\S+)", Path("/proc/self/maps").read_text()))
+
+    def bind_thread(self, *, is_bound: bool) -> None:
+        """Let the calling thread take memory of NUMA node 0 only, as vLLM's CPU workers do."""
+        nodes = ctypes.c_ulong(1)
+        policy = (_MPOL_BIND, ctypes.byref(nodes), 64) if is_bound else (0, None, 0)
+        assert ctypes.CDLL(None).syscall(_SET_MEMPOLICY, *policy) == 0
+
+    def add_bound(self) -> int:
+        """Register a blocks cache in memory that is bound to NUMA node 0."""
+        (tensor,) = self._tensors(1, 64 * mmap.PAGESIZE, 0)
+        nodes = ctypes.c_ulong(1)
+        arguments = (ctypes.c_void_p(tensor.addr), ctypes.c_size_t(64 * mmap.PAGESIZE))
+        policy = (_MPOL_BIND, ctypes.byref(nodes), 64, 0)
+        assert ctypes.CDLL(None).syscall(_MBIND, *arguments, *policy) == 0
+        cache = self.manager.register_blocks_cache(
+            self._desc(1, 64, mmap.PAGESIZE, False),
+            [tensor.addr],
+            self.api.BlocksCacheKey(self.datadist.cluster_id, 9),
+        )
+        return self._keep(cache, [tensor])
 
     def limit_shared_memory(self, size: int) -> None:
         testing.limit_shared_memory(size)

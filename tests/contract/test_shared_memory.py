@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -41,6 +42,11 @@ def key(side: Cluster, cluster_id: int, model_id: int = 0) -> object:
     return side.api.BlocksCacheKey(cluster_id, model_id)
 
 
+def shared(side: Cluster | Peer) -> dict[str, int]:
+    """Bytes that others may map or have mapped; what earlier tests have left is private again."""
+    return {how: size for how, size in side.shared_pages().items() if how != "rw-p"}
+
+
 def check_pull(
     local: Cluster, peer: Peer, cache: int, source: int, seed: int = 1, model_id: int = 0
 ) -> None:
@@ -60,15 +66,15 @@ def test_pages_are_mapped_read_only_while_they_are_registered(pair: Pair, transp
     cache = local.add_slabs(3, BLOCKS, BLOCK, first=PAGE, seed=100)
     whole_pages = 3 * BLOCKS * BLOCK // PAGE * PAGE
     check_pull(local, peer, cache, source)
-    assert local.shared_pages() == {"rw-s": whole_pages, "r--s": whole_pages}
-    assert peer.shared_pages() == {"rw-s": whole_pages}
+    assert shared(local) == {"rw-s": whole_pages, "r--s": whole_pages}
+    assert shared(peer) == {"rw-s": whole_pages}
     content = peer.dump(source)
     peer.unregister(source)
-    assert peer.shared_pages() == {"rw-p": whole_pages}
+    assert shared(peer) == {}
     assert peer.dump(source) == content
-    wait_until(lambda: local.shared_pages() == {"rw-s": whole_pages})
+    wait_until(lambda: shared(local) == {"rw-s": whole_pages})
     local.unregister(cache)
-    assert local.shared_pages() == {"rw-p": whole_pages}
+    assert shared(local) == {}
 
 
 def test_what_is_written_later_is_read(pair: Pair) -> None:
@@ -129,15 +135,15 @@ def test_memory_that_is_registered_twice_is_shared_until_the_second_is_gone(pair
     local, peer = pair()
     cache, source = local.add_blocks(4, BLOCKS, BLOCK), peer.add_blocks(4, BLOCKS, BLOCK)
     again = peer.register_again(source, model_id=1)
-    pages = peer.shared_pages()
+    pages = shared(peer)
     peer.unregister(source)
-    assert peer.shared_pages() == pages
+    assert shared(peer) == pages
     check_pull(local, peer, cache, again, model_id=1)
     assert local.shared_pages()["r--s"] == pages["rw-s"]
     peer.unregister(again)
     assert "rw-s" not in peer.shared_pages()
     third = peer.register_again(source, model_id=3)
-    assert peer.shared_pages() == pages
+    assert shared(peer) == pages
     check_pull(local, peer, cache, third, seed=3, model_id=3)
 
 
@@ -184,7 +190,7 @@ def test_memory_of_a_file_is_left_alone(pair: Pair, make_local: MakeLocal, tmp_p
     local, peer = pair()
     source = peer.add_slabs(2, BLOCKS, BLOCK, file=str(tmp_path / "pages"))
     check_pull(local, peer, local.add_blocks(2, BLOCKS, BLOCK), source)
-    assert peer.shared_pages() == {}
+    assert "rw-s" not in peer.shared_pages()
 
 
 def test_shm_refuses_memory_of_a_file(make_local: MakeLocal, tmp_path: Path) -> None:
@@ -206,7 +212,7 @@ def test_what_there_is_no_memory_for_is_not_shared(scarce: tuple[Cluster, Peer])
     local, peer = scarce
     size = 40 * MIB // 16
     source = peer.add_blocks(1, 16, size, seed=400)
-    assert peer.shared_pages() == {"rw-s": 32 * MIB}
+    assert shared(peer) == {"rw-s": 32 * MIB}
     cache = local.add_blocks(1, 16, size)
     before = local.dump(cache)
     src, dst = [15, 3, 9], [0, 1, 15]
@@ -236,7 +242,7 @@ def test_a_limit_of_file_sizes_is_no_signal(pair: Pair) -> None:
         source = peer.add_blocks(4, BLOCKS, BLOCK)
     finally:
         peer.limit_file_size(-1)
-    assert peer.shared_pages() == {}
+    assert "rw-s" not in peer.shared_pages()
     check_pull(local, peer, local.add_blocks(4, BLOCKS, BLOCK), source)
 
 
@@ -292,4 +298,24 @@ def test_allocated_caches_are_shared(pair: Pair) -> None:
         source = peer.allocate_blocks(4, BLOCKS, BLOCK, seed=number)
         check_pull(local, peer, cache, source, seed=number)
     peer.deallocate(source)
-    assert peer.shared_pages() == {}
+    assert "rw-s" not in peer.shared_pages()
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="numbers of system calls")
+def test_memory_of_a_thread_with_a_numa_policy_is_shared(pair: Pair) -> None:
+    """vLLM's CPU workers bind themselves; their memory has no policy of its own."""
+    local, peer = pair()
+    peer.bind_thread(is_bound=True)
+    try:
+        source = peer.add_blocks(4, BLOCKS, BLOCK)
+    finally:
+        peer.bind_thread(is_bound=False)
+    check_pull(local, peer, local.add_blocks(4, BLOCKS, BLOCK), source)
+    assert "r--s" in local.shared_pages()
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="numbers of system calls")
+def test_memory_that_is_bound_by_itself_stays_where_it_is(make_local: MakeLocal) -> None:
+    local = make_local(1)
+    local.add_bound()
+    assert "rw-s" not in local.shared_pages()
