@@ -171,6 +171,11 @@ void prepare_connection(int fd) {
       1000 * (kKeepaliveIdleS + kKeepaliveProbes * kKeepaliveIntervalS));
 }
 
+bool readable(int fd) {
+  pollfd state{fd, POLLIN, 0};
+  return ::poll(&state, 1, 0) > 0;
+}
+
 bool hung_up(int fd) {
   pollfd state{fd, POLLRDHUP, 0};
   return ::poll(&state, 1, 0) > 0 && (state.revents & (POLLRDHUP | POLLHUP | POLLERR)) != 0;

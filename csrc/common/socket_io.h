@@ -38,6 +38,8 @@ UniqueFd accept_one(int fd);
 // is noticed within half a minute. Without effect on a Unix socket.
 void prepare_connection(int fd);
 
+// Whether there is something to read, or the end of the stream.
+bool readable(int fd);
 bool hung_up(int fd);
 std::string errno_text(int error);
 

@@ -112,7 +112,11 @@ Greeted stage_with_listener(const Identity& self, const Nonce& token, const Dial
   Stage peer = Stage::decode(expect(fd, MessageType::kStage, limit).payload);
   check_proof(peer, terms.link_secret, &own.proof);
   memory->connect(peer);
-  exchange_verdict(fd, limit, terms.confirm);
+  memory->probe(limit, [] { return true; });
+  send_verdict(fd, limit, terms.confirm);
+  // The peer may still be trying.
+  memory->progress_until([fd] { return readable(fd); }, limit);
+  read_verdict(fd, limit);
   prepare_connection(fd);
   return {terms.cluster_id, std::move(connection), {}, std::move(memory)};
 }
@@ -146,7 +150,8 @@ Greeted greet_listener_checked(const Identity& self, const Prober& prober, const
   or_reject(socket.get(), limit, [&] {
     check_transport(self, peer);
     prober.probe(process.pid, peer.nonce_addr, peer.nonce);
-    exchange_verdict(socket.get(), limit, terms.confirm);
+    send_verdict(socket.get(), limit, terms.confirm);
+    read_verdict(socket.get(), limit);
   });
   return greeted(self, terms.cluster_id, std::move(socket), std::move(process), peer);
 }
@@ -201,6 +206,17 @@ Hello receive_hello(const Identity& self, int tcp, int stop_fd,
   });
 }
 
+// What follows the Welcome, unless the dialling side says instead that the two are linked already.
+template <typename Receive>
+auto or_agree(uint64_t cluster_id, const ListenerActions& actions, Receive receive) {
+  try {
+    return receive();
+  } catch (const Error& error) {
+    if (error.status() == Status::kAlreadyLink) actions.agree_linked(cluster_id);
+    throw;
+  }
+}
+
 // The listening side's half on the Unix socket. The dialling side may still give up on TCP.
 void meet_on_socket(const Identity& self, const Prober& prober, uint64_t cluster_id, int tcp,
                     const WaitLimit& limit, const ListenerActions& actions) {
@@ -208,7 +224,8 @@ void meet_on_socket(const Identity& self, const Prober& prober, uint64_t cluster
   Welcome welcome = welcome_of(self);
   welcome.socket_path = rendezvous.socket_path();
   send_frame(tcp, MessageType::kWelcome, welcome.encode(), limit);
-  Visitor visitor = receive_visitor(rendezvous, welcome.token, tcp, limit);
+  Visitor visitor = or_agree(
+      cluster_id, actions, [&] { return receive_visitor(rendezvous, welcome.token, tcp, limit); });
   // `file` takes the socket; the copy is for telling the peer when it refuses.
   UniqueFd socket(::fcntl(visitor.socket.get(), F_DUPFD_CLOEXEC, 0));
   send_frame(socket.get(), MessageType::kIntroduce, introduction(self, welcome.token).encode(),
@@ -227,7 +244,9 @@ void stage_with_dialer(const Identity& self, uint64_t cluster_id, const UniqueFd
                        const WaitLimit& limit, const ListenerActions& actions) {
   Welcome welcome = welcome_of(self);
   send_frame(tcp.get(), MessageType::kWelcome, welcome.encode(), limit);
-  Stage peer = Stage::decode(expect(tcp.get(), MessageType::kStage, limit).payload);
+  Stage peer = or_agree(cluster_id, actions, [&] {
+    return Stage::decode(expect(tcp.get(), MessageType::kStage, limit).payload);
+  });
   if (peer.token != welcome.token) {
     throw Error(Status::kLinkFailed, "the caller repeats another number than it was given");
   }
@@ -237,6 +256,7 @@ void stage_with_dialer(const Identity& self, uint64_t cluster_id, const UniqueFd
   Stage own = memory->stage(welcome.token);
   own.proof = own.prove(self.link_secret, &peer.proof);
   send_frame(tcp.get(), MessageType::kStage, own.encode(), limit);
+  memory->probe(limit, [&tcp] { return readable(tcp.get()); });
   expect(tcp.get(), MessageType::kVerdict, limit);
   UniqueFd connection(::fcntl(tcp.get(), F_DUPFD_CLOEXEC, 0));
   prepare_connection(connection.get());
@@ -277,15 +297,10 @@ void greet_dialer(const Identity& self, const Prober& prober, UniqueFd tcp, int 
   int64_t timeout_ms = std::clamp(hello.timeout_ms, 1U, kMaxHandshakeMs);
   WaitLimit limit{Deadline::after_ms(timeout_ms), stop_fd};
   or_reject(tcp.get(), limit, [&] {
-    try {
-      if (needs_nixl_with(self, hello.transport, hello.host)) {
-        stage_with_dialer(self, hello.cluster_id, tcp, limit, actions);
-      } else {
-        meet_on_socket(self, prober, hello.cluster_id, tcp.get(), limit, actions);
-      }
-    } catch (const Error& error) {
-      if (error.status() == Status::kAlreadyLink) actions.agree_linked(hello.cluster_id);
-      throw;
+    if (needs_nixl_with(self, hello.transport, hello.host)) {
+      stage_with_dialer(self, hello.cluster_id, tcp, limit, actions);
+    } else {
+      meet_on_socket(self, prober, hello.cluster_id, tcp.get(), limit, actions);
     }
   });
 }

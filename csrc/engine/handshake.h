@@ -19,6 +19,7 @@
 //   Stage        ------------------------------->    checks the token, connects its NIXL agent
 //                <-------------------------------    Stage
 //   connects its NIXL agent
+//   both write a few bytes into the other's staging memory: "reachable" means that this works
 //   Verdict      ------------------------------->    files the link
 //                <-------------------------------    Verdict
 //

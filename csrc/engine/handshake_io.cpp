@@ -51,10 +51,13 @@ void try_reject(int fd, Status status, const std::string& text, const WaitLimit&
   }
 }
 
-void exchange_verdict(int socket, const WaitLimit& limit, const std::function<void()>& confirm) {
+void send_verdict(int fd, const WaitLimit& limit, const std::function<void()>& confirm) {
   confirm();
-  send_or_learn(socket, MessageType::kVerdict, Outcome{}.encode(), limit);
-  Outcome verdict = Outcome::decode(expect(socket, MessageType::kVerdict, limit).payload);
+  send_or_learn(fd, MessageType::kVerdict, Outcome{}.encode(), limit);
+}
+
+void read_verdict(int fd, const WaitLimit& limit) {
+  Outcome verdict = Outcome::decode(expect(fd, MessageType::kVerdict, limit).payload);
   if (verdict.status != Status::kSuccess) {
     throw Error(verdict.failure(), "the peer refused: " + verdict.text);
   }

@@ -18,8 +18,9 @@ void send_or_learn(int fd, MessageType type, const Bytes& payload, const WaitLim
 // The peer learns the reason if it still listens; this side's own error is the one that counts.
 void try_reject(int fd, Status status, const std::string& text, const WaitLimit& limit);
 
-// The dialling side's last word, and the peer's.
-void exchange_verdict(int fd, const WaitLimit& limit, const std::function<void()>& confirm);
+// The dialling side's last word, and the peer's; `confirm` may throw instead.
+void send_verdict(int fd, const WaitLimit& limit, const std::function<void()>& confirm);
+void read_verdict(int fd, const WaitLimit& limit);
 
 // Runs `step`; what it throws is told to the peer on `fd` and thrown on.
 template <typename Step>

@@ -19,6 +19,7 @@ constexpr size_t kMostFetches = 4;
 constexpr size_t kMaxPieces = 1U << 16;  // a message of 1 MiB
 // A copy is cut at least so fine that its parts overlap, unless they become too small to pay.
 constexpr uint64_t kSmallestChunk = 256U << 10;
+constexpr size_t kProbeBytes = 64;
 // What a copy that was stopped has still on its way has ended by then, or the link ends.
 constexpr int64_t kDrainMs = 10'000;
 
@@ -113,6 +114,29 @@ Stage NixlMemory::stage(const Nonce& token) {
 void NixlMemory::connect(const Stage& peer) {
   agent_.connect(peer.metadata);
   peer_slab_ = peer.slab;
+}
+
+void NixlMemory::probe(const WaitLimit& limit, const std::function<bool()>& peer_done) {
+  try {
+    std::unique_ptr<NixlAgent::Write> write =
+        agent_.write(slab_.data(), peer_slab_.addr, kProbeBytes);
+    progress_until([&] { return write->done() && peer_done(); }, limit);
+  } catch (const Error& error) {
+    throw Error(Status::kLinkFailed,
+                std::string("bytes do not reach the peer through NIXL: ") + error.what() +
+                    "; UCX_TLS and UCX_NET_DEVICES on both sides must name a network that joins "
+                    "them");
+  }
+}
+
+void NixlMemory::progress_until(const std::function<bool()>& condition, const WaitLimit& limit) {
+  PollPause pause;
+  while (!condition()) {
+    agent_.progress();
+    if (readable(limit.stop_fd)) throw Error(Status::kFailed, "the engine is being finalized");
+    if (limit.deadline.passed()) throw Error(Status::kTimeout, "the peer did not answer in time");
+    pause.pause();
+  }
 }
 
 void NixlMemory::attach(Link& link, RequestHandler& handler) {

@@ -21,6 +21,7 @@
 #include <optional>
 #include <string>
 
+#include "common/socket_io.h"
 #include "engine/fetch_server.h"
 #include "engine/messages.h"
 #include "engine/nixl_agent.h"
@@ -39,6 +40,10 @@ class NixlMemory final : public PeerMemory {
   Stage stage(const Nonce& token);
   // Throws Error(kLinkFailed).
   void connect(const Stage& peer);
+  // Writes a few bytes to the peer, which has to make progress meanwhile, and makes progress for
+  // the peer until it is done with its own, too. Throws Error(kLinkFailed) with a sentence.
+  void probe(const WaitLimit& limit, const std::function<bool()>& peer_done);
+  void progress_until(const std::function<bool()>& condition, const WaitLimit& limit);
 
   void copy(const CopyPlan& plan, const std::function<void()>& checkpoint) override;
   void attach(Link& link, RequestHandler& handler) override;

@@ -28,10 +28,20 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers", "refused_by_vendor(restriction): what only the host engine allows"
     )
+    config.addinivalue_line("markers", "within_a_host: of links that do not go over NIXL")
     if transport := config.getoption("--transport"):
         os.environ[TRANSPORT_VARIABLE] = transport
         # Between processes of one host UCX would take shared memory.
         os.environ.setdefault("UCX_TLS", "tcp")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--transport") != "nixl":
+        return
+    skip = pytest.mark.skip(reason="links over NIXL do not look at the peer's process or user")
+    for item in items:
+        if item.get_closest_marker("within_a_host"):
+            item.add_marker(skip)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -200,10 +200,14 @@ def test_idle_links_cost_no_processor_time(make_local: MakeLocal, make_peer: Mak
     peer.add_blocks(seed=100)
     cache = local.add_blocks()
     local.pull_blocks(local.api.BlocksCacheKey(2), cache, [0], [0])
-    threads_before = local.wake_ups(), peer.wake_ups()
-    # A thread that polls wakes up; one that sleeps does not, however long this takes.
-    time.sleep(1.0)
-    assert (local.wake_ups(), peer.wake_ups()) == threads_before
+
+    def nobody_wakes_up() -> bool:
+        before = local.wake_ups(), peer.wake_ups()
+        time.sleep(0.5)
+        return before == (local.wake_ups(), peer.wake_ups())
+
+    # A thread that polls would wake up again and again.
+    wait_until(nobody_wakes_up)
 
 
 def pull_again(local: Cluster) -> None:

@@ -15,6 +15,8 @@ from contract.errors import explains, wait_until
 from contract.fixtures import MakeLocal, MakePeer
 from contract.peer import Peer
 
+pytestmark = pytest.mark.within_a_host
+
 
 class TestReachability:
     """The sentences for processes that cannot read each other's memory."""

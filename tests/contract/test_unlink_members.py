@@ -107,6 +107,7 @@ class TestUnlink:
         assert explains(local, 2, "enable_remote_cache_accessible")
         assert explains(peer, 1, "enable_remote_cache_accessible")
 
+    @pytest.mark.within_a_host
     def test_memory_that_cannot_be_read_is_said(
         self, make_local: MakeLocal, make_peer: MakePeer, name: str
     ) -> None:
