@@ -16,11 +16,12 @@ import argparse
 import json
 import os
 import shlex
+import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -34,10 +35,12 @@ BENCHMARKS = ROOT / "benchmarks"
 RESULTS = BENCHMARKS / "results"
 SCRATCH = ROOT / "build" / "bench"
 
+_STOP_S = 60.0
+
 BLOCKS = ",".join(str(kib << 10) for kib in (4, 16, 64, 96, 256, 1024, 2048))
 """96 KiB is a block of the model that bench_servers.py uses."""
-WORKING_SETS_MIB = (1, 8, 64, 1024)
-"""Besides the 512 MiB of the bench itself."""
+WORKING_SETS_MIB = {1: 1, 8: 1, 64: 2, 1024: 4}
+"""Besides the 512 MiB of the bench itself, with the minutes they take."""
 
 
 @dataclass(frozen=True)
@@ -55,12 +58,12 @@ class Run:
         return [sys.executable, str(script), *words]
 
 
-def _working_set(mib: int) -> Run:
+def _working_set(mib: int, minutes: float) -> Run:
     arguments = f"--iterations 100 --block-bytes 16384,98304 --working-set-mib {mib}"
     return Run(
         "transfer",
         f"{arguments} --batch-mib {min(mib, 64)}",
-        2 if mib > 64 else 1,
+        minutes,
         f"--iterations 2 --block-bytes 16384 --working-set-mib {min(mib, 16)} --batch-mib 1",
     )
 
@@ -71,8 +74,8 @@ _OVERLAP = "--tokens 512,2048,8192,32768,65536 --rates 0.1,2 --repeats 21"
 _QUICK_OVERLAP = "--tokens 512,1024 --rates 2 --repeats 2"
 
 RUNS = (
-    Run("transfer", _TRANSFER, 20, _QUICK_TRANSFER),
-    *(_working_set(mib) for mib in WORKING_SETS_MIB),
+    Run("transfer", _TRANSFER, 15, _QUICK_TRANSFER),
+    *(_working_set(*each) for each in WORKING_SETS_MIB.items()),
     Run("steps", "", 2, "--steps 20 --rounds 1"),
     Run("datadist", "", 1, "--seconds 0.1"),
     Run("growth", "", 2, "--links 1,8 --leases 16"),
@@ -101,9 +104,12 @@ def with_facts(text: str, facts: dict[str, Any]) -> str | None:
 class Recorder:
     """Runs commands one after the other into one file."""
 
-    def __init__(self, results: Path, logs: Path, is_quick: bool, progress: Progress) -> None:
+    def __init__(
+        self, results: Path, logs: Path, is_quick: bool, progress: Progress, minutes: float
+    ) -> None:
         self._results, self._logs, self._is_quick = results, logs, is_quick
         self._progress = progress
+        self._all = progress.add_task("all", total=60 * minutes, said="")
         self.failed: list[str] = []
         results.parent.mkdir(parents=True, exist_ok=True)
         logs.mkdir(parents=True, exist_ok=True)
@@ -112,7 +118,8 @@ class Recorder:
         log = self._logs / f"{number:02}-{run.name}.log"
         command = run.command(self._is_quick)
         title = " ".join([run.name, *command[2:]])
-        task = self._progress.add_task(title, total=60 * run.minutes, said="")
+        task = self._progress.add_task(run.name, total=60 * run.minutes, said="")
+        began = time.monotonic()
         facts = {
             "command": " ".join([Path(command[1]).name, *command[2:]]),
             "began": datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -120,11 +127,13 @@ class Recorder:
             "quick": self._is_quick,
         }
         num_lines, code = self._execute(command, log, facts, task)
+        self._progress.remove_task(task)
+        self._progress.advance(self._all, 60 * run.minutes)
+        ended = f"{title}: {num_lines} lines in {time.monotonic() - began:.0f} s"
         if code != 0 or num_lines == 0:
-            self.failed.append(f"{title}: status {code}, {num_lines} lines, log in {log}")
-        ended = f"{num_lines} lines" if code == 0 else f"failed with status {code}"
-        self._progress.update(task, completed=60 * run.minutes, said=ended)
-        self._progress.stop_task(task)
+            ended += f", failed with status {code}, log in {log}"
+            self.failed.append(ended)
+        self._progress.console.print(ended, markup=False, highlight=False)
 
     def _execute(
         self, command: Sequence[str], log: Path, facts: dict[str, Any], task: TaskID
@@ -136,7 +145,8 @@ class Recorder:
         ) as process:
             assert process.stdout is not None
             assert process.stderr is not None
-            said = threading.Thread(target=self._follow, args=(process.stderr, log, task))
+            follow = (process.stderr, log, task)
+            said = threading.Thread(target=self._follow, args=follow, daemon=True)
             said.start()
             try:
                 with self._results.open("a") as results:
@@ -146,11 +156,14 @@ class Recorder:
                             num_lines += 1
                             print(line, file=results, flush=True)
                 code = process.wait()
-            except BaseException:
-                process.terminate()  # the benches stop what they have started
+            except BaseException as error:
+                # All benches stop what they have started on SIGINT, which a terminal's Ctrl-C has
+                # sent to them as well; another one would disturb that.
+                if not isinstance(error, KeyboardInterrupt):
+                    process.send_signal(signal.SIGINT)
+                _wait_end(process)
                 raise
-            finally:
-                said.join()
+            said.join()
         return num_lines, code
 
     def _follow(self, stderr: IO[str], log: Path, task: TaskID) -> None:
@@ -160,6 +173,18 @@ class Recorder:
                 print(text, end="", file=sink, flush=True)
                 passed = time.monotonic() - began
                 self._progress.update(task, completed=passed, said=text.strip()[:60])
+
+
+def _wait_end(process: subprocess.Popen[str]) -> None:
+    try:
+        process.wait(_STOP_S)
+    except subprocess.TimeoutExpired:
+        process.terminate()
+        process.wait()
+
+
+def _exit_on_terminate(number: int, frame: object) -> None:
+    raise SystemExit(128 + number)
 
 
 def chosen(only: str) -> list[Run]:
@@ -173,7 +198,7 @@ def chosen(only: str) -> list[Run]:
     return [run for run in RUNS if run.name in names]
 
 
-def record(runs: Iterable[Run], results: Path, is_quick: bool, console: Console) -> list[str]:
+def record(runs: Sequence[Run], results: Path, is_quick: bool, console: Console) -> list[str]:
     """Run them; gives what failed, in words."""
     columns = (
         TextColumn("{task.description}", markup=False),
@@ -182,7 +207,8 @@ def record(runs: Iterable[Run], results: Path, is_quick: bool, console: Console)
         TextColumn("{task.fields[said]}", markup=False),
     )
     with Progress(*columns, console=console) as progress:
-        recorder = Recorder(results, SCRATCH / "logs", is_quick, progress)
+        minutes = sum(run.minutes for run in runs)
+        recorder = Recorder(results, SCRATCH / "logs", is_quick, progress, minutes)
         for number, run in enumerate(runs, 1):
             recorder.run(number, run)
     return recorder.failed
@@ -209,6 +235,7 @@ def parse(arguments: Sequence[str]) -> tuple[list[Run], bool, bool]:
 
 
 def main(arguments: Sequence[str]) -> int:
+    signal.signal(signal.SIGTERM, _exit_on_terminate)
     runs, is_quick, is_whole = parse(arguments)
     of_record = is_whole and not is_quick
     day = datetime.now(timezone.utc).strftime("%Y-%m-%d")

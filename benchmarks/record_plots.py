@@ -9,9 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from record_lines import Line, last, ordered, p50, select, values
+from record_lines import Line, last, ordered, p50, select, size_text, values
 from record_tables import main_working_set
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 Points = list[tuple[float, float]]
 
@@ -35,8 +39,14 @@ class Panel:
     x: str
     y: str
     series: Mapping[str, Points]
-    log_x: bool = True
     log_y: bool = False
+    x_is_size: bool = False
+    """In bytes; otherwise it counts."""
+
+    def ticks(self) -> dict[float, str]:
+        """Where x has points, and what is written there."""
+        xs = sorted({x for points in self.series.values() for x, _ in points})
+        return {x: size_text(int(x)) if self.x_is_size else f"{x:,.0f}" for x in xs}
 
 
 Chooser = Callable[[Sequence[Line]], list[Panel]]
@@ -50,9 +60,10 @@ def transfer(lines: Sequence[Line]) -> list[Panel]:
     return _filled(
         Panel(
             f"{op}, {pattern}",
-            "bytes of a block",
+            "size of a block",
             "GB/s",
             _by_arm(select(rates, op=op, pattern=pattern), "block_bytes", "gb_per_s"),
+            x_is_size=True,
         )
         for op in values(rates, "op")
         for pattern in values(rates, "pattern")
@@ -136,23 +147,34 @@ def draw(panels: Sequence[Panel], path: Path) -> None:
         rows, columns, figsize=(5.2 * columns, 3.6 * rows), squeeze=False, layout="constrained"
     )
     for axis, panel in zip(axes.flat, panels, strict=False):
-        for name, points in panel.series.items():
-            xs, ys = zip(*points, strict=True)
-            axis.plot(xs, ys, marker="o", markersize=4, label=name, color=COLOURS.get(name))
-        axis.set(title=panel.title, xlabel=panel.x, ylabel=panel.y)
-        if panel.log_x:
-            axis.set_xscale("log", base=2)
-        if panel.log_y:
-            axis.set_yscale("log")
-        else:
-            axis.set_ylim(bottom=0)
-        axis.grid(alpha=0.3)
-        axis.legend()
+        _fill(axis, panel)
     for axis in list(axes.flat)[len(panels) :]:
         axis.set_axis_off()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
+
+
+def _fill(axis: Axes, panel: Panel) -> None:
+    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
+
+    for name, points in panel.series.items():
+        xs, ys = zip(*points, strict=True)
+        axis.plot(xs, ys, marker="o", markersize=4, label=name, color=COLOURS.get(name))
+    axis.set(title=panel.title, xlabel=panel.x, ylabel=panel.y)
+    axis.set_xscale("log", base=2)
+    ticks = panel.ticks()
+    axis.set_xticks(list(ticks), list(ticks.values()), rotation=30 if len(ticks) > 5 else 0)
+    axis.xaxis.set_minor_formatter(NullFormatter())
+    if panel.log_y:
+        axis.set_yscale("log")
+        axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axis.yaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
+        axis.yaxis.set_minor_formatter(NullFormatter())
+    else:
+        axis.set_ylim(bottom=0)
+    axis.grid(alpha=0.3)
+    axis.legend()
 
 
 def _filled(panels: Iterable[Panel]) -> list[Panel]:

@@ -262,7 +262,7 @@ def _steps(lines: Sequence[Line]) -> Iterator[str]:
     rows = []
     for line in lines:
         running = f", {line['running']} running" if "running" in line else ""
-        blocks = f", {line['blocks']:,} blocks" if "blocks" in line else ""
+        blocks = f", {_count(line['blocks'], 'block')}" if "blocks" in line else ""
         figure = "hook_us" if "hook_us" in line else "step_us"
         of = f"{line['arm']}{running}{blocks}, {line['role']}"
         rows.append([of, figure_text(line, figure), f"{line[figure]['n']:,}"])
@@ -275,7 +275,7 @@ def _calls(lines: Sequence[Line]) -> Iterator[str]:
     yield f"One call between two processes, blocks of {lines[0]['block_bytes']:,} bytes:\n"
     rows = []
     for line in lines:
-        of = f"{line['arm']}, {line['blocks']:,} blocks" if line["blocks"] else line["arm"]
+        of = f"{line['arm']}, {_count(line['blocks'], 'block')}" if line["blocks"] else line["arm"]
         cells = [figure_text(line, name) for name in ("us", "us_per_layer", "calls_per_s")]
         rows.append([of, *cells, f"{line['us']['n']:,}"])
     yield from markdown(["call", "µs", "µs per layer", "calls/s", "n"], rows)
@@ -291,7 +291,7 @@ def _growth(lines: Sequence[Line]) -> Iterator[str]:
             "rss_kib_per_link": "KiB per link",
             "idle_cores": "idle processors",
         }
-        rows = [(f"{line['links']:,} links", line) for line in links]
+        rows = [(_count(line["links"], "link"), line) for line in links]
         yield from _columns(f"({samples_text(links, 'link_us', 'pull_us')})", rows, columns)
     if leases := select(lines, arm="leases"):
         columns = {
@@ -301,13 +301,17 @@ def _growth(lines: Sequence[Line]) -> Iterator[str]:
             "take_ended_us_per_lease": "end of one, µs",
         }
         yield ""
-        rows = [(f"{line['leases']:,} leases", line) for line in leases]
+        rows = [(_count(line["leases"], "lease"), line) for line in leases]
         yield from _columns(f"({samples_text(leases, 'claim_us')})", rows, columns)
     if messages := select(lines, arm="messages"):
         columns = {"num_messages": "messages", "total_bytes": "bytes", "code_us": "coding, µs"}
         yield ""
-        rows = [(f"{line['flow']}, {line['blocks']:,} blocks", line) for line in messages]
+        rows = [(f"{line['flow']}, {_count(line['blocks'], 'block')}", line) for line in messages]
         yield from _columns(f"({samples_text(messages, 'code_us')})", rows, columns)
+
+
+def _count(number: int, thing: str) -> str:
+    return f"{number:,} {thing}" if number == 1 else f"{number:,} {thing}s"
 
 
 def _columns(
