@@ -19,9 +19,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from server_arms import Arm
+if TYPE_CHECKING:
+    from server_arms import Arm
 
 _SAMPLE_S = 0.05
 _LOG_TAIL = 2000
