@@ -15,6 +15,8 @@ PYTEST_ARGS ?=
 # Two files of tests at a time, real servers alone: see tests/conftest.py.
 SIDE_BY_SIDE := -n 2 --dist loadgroup --no-loadscope-reorder
 DEMO_ARGS ?=
+# --quick, --only NAME,...: see benchmarks/record.py.
+BENCH_ARGS ?=
 CHAOS_REQUESTS ?= 20000
 CHAOS_SEED ?= 1
 FUZZ_SECONDS ?= 300
@@ -97,15 +99,9 @@ soak: ## real servers under load for SOAK_MINUTES: nothing may grow (30 min); a 
 	@$(SETUP) env project model
 	@$(BIN)/python tests/stress/soak.py --minutes $(SOAK_MINUTES) --plot .cache/soak.png
 
-bench: ## the benchmarks: JSON lines on stdout, tables on stderr (30 min)
-	@$(SETUP) env project model bench >&2
-	@$(BIN)/python benchmarks/bench_transfer.py
-	@$(BIN)/python benchmarks/bench_steps.py
-	@$(BIN)/python benchmarks/bench_datadist.py
-	@$(BIN)/python benchmarks/bench_layer_overlap.py
-	@$(BIN)/python benchmarks/bench_layer_overlap.py --compute hold
-	@$(BIN)/python benchmarks/bench_integrity.py
-	@$(BIN)/python benchmarks/bench_servers.py
+bench: ## every benchmark, recorded in benchmarks/results and drawn in docs/performance.md (90 min on two idle cores)
+	@$(SETUP) env project model bench
+	@$(BIN)/python benchmarks/record.py $(BENCH_ARGS)
 
 clean: ## remove build products and caches of tools; keeps .venv and .cache
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

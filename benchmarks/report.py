@@ -1,4 +1,4 @@
-"""What all benches share: JSON lines on stdout, progress and tables on stderr, machine facts.
+"""What all benches share: JSON lines on stdout, progress and tables on stderr, facts.
 
 A figure is `{"p50": …, "p99": …, "n": …}` and its name carries the unit. p99 is the bad tail: 99 of
 100 samples are as good or better, so it is the high end of a duration and the low end of a rate.
@@ -6,6 +6,7 @@ A figure is `{"p50": …, "p99": …, "n": …}` and its name carries the unit. 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
@@ -13,10 +14,21 @@ import platform
 import subprocess
 import sys
 from collections.abc import Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Report", "machine", "quantiles", "rate_quantiles", "revision"]
+__all__ = [
+    "Report",
+    "machine",
+    "paired_ratios",
+    "quantiles",
+    "rate_quantiles",
+    "revision",
+    "versions",
+]
+
+_VERSIONED = ("vllm", "torch", "nixl", "vllm-llmdd-connector")
 
 
 def _figure(samples: Sequence[float], tail: float) -> dict[str, float | int]:
@@ -40,6 +52,11 @@ def rate_quantiles(samples: Sequence[float]) -> dict[str, float | int]:
     return _figure(samples, 0.01)
 
 
+def paired_ratios(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
+    """Each sample over the one of the same turn, so that what the machine did then cancels out."""
+    return [upper / lower for upper, lower in zip(ours, theirs, strict=True)]
+
+
 def _cpu_model() -> str:
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("model name"):
@@ -57,6 +74,16 @@ def machine() -> dict[str, Any]:
         "kernel": platform.release(),
         "python": platform.python_version(),
     }
+
+
+@functools.cache
+def versions() -> dict[str, str]:
+    """Of the packages that figures depend on; one that is not installed is left out."""
+    found = {}
+    for name in _VERSIONED:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found
 
 
 @functools.cache
@@ -79,8 +106,8 @@ class Report:
 
     def line(self, bench: str, arm: str, **fields: Any) -> None:
         """One result: settings and figures as fields of one JSON line."""
-        line = {"bench": bench, "arm": arm, **fields, "revision": revision(), "machine": machine()}
-        print(json.dumps(line), flush=True)
+        facts = {"revision": revision(), "versions": versions(), "machine": machine()}
+        print(json.dumps({"bench": bench, "arm": arm, **fields, **facts}), flush=True)
 
     def progress(self, text: str) -> None:
         print(text, file=sys.stderr, flush=True)

@@ -9,9 +9,9 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,10 @@ __all__ = ["ARMS", "Arm", "Servers", "Setup", "ask", "raise_on_terminate", "star
 
 ARMS = ("aggregated", "pull", "push", "nixl")
 PREFILL_CPU, DECODE_CPU = "0", "1"
+NIXL_EXTRA_CONFIG: Mapping[str, Any] = {"num_threads": 0}
+"""The best of NixlConnector's settings that were tried: without the four threads that it has for
+several network ports, 0.86 of the time to the first token. Its progress thread spins with every
+choice of UCX_TLS that NIXL accepts here, and no setting of the connector stops that thread."""
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
@@ -43,6 +47,8 @@ class Arm:
     url: str
     servers: Sequence[Server]
     """Those that work for it, proxies included."""
+    settings: Mapping[str, str] = field(default_factory=dict)
+    """What its lines say of how it is set up, where there is a choice."""
 
     def alone(self) -> list[Arm]:
         """Each of its vLLM servers, to be asked without the others."""
@@ -126,11 +132,12 @@ def _start_ours(servers: Servers, setup: Setup, flows: Sequence[str]) -> list[Ar
 def _start_nixl(servers: Servers, setup: Setup) -> Arm:
     """vLLM's NixlConnector as its documentation sets it up for KV caches in host memory."""
     pair = []
+    common = {"kv_buffer_device": "cpu", "kv_connector_extra_config": dict(NIXL_EXTRA_CONFIG)}
     for name, role, cpu in (
         ("nixl-prefill", "kv_producer", PREFILL_CPU),
         ("nixl-decode", "kv_consumer", DECODE_CPU),
     ):
-        transfer = {"kv_connector": "NixlConnector", "kv_role": role, "kv_buffer_device": "cpu"}
+        transfer = {"kv_connector": "NixlConnector", "kv_role": role, **common}
         side_channel = {
             "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
             "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()),
@@ -138,7 +145,9 @@ def _start_nixl(servers: Servers, setup: Setup) -> Arm:
         spec = setup.server(name, cpu, transfer)
         pair.append(servers.start(replace(spec, environment=side_channel)))
     servers.wait_ready()
-    return _behind_proxy(servers, "nixl", pair, ("--flow", "pull"))
+    arm = _behind_proxy(servers, "nixl", pair, ("--flow", "pull"))
+    words = ", ".join(f"{name}={value}" for name, value in NIXL_EXTRA_CONFIG.items())
+    return replace(arm, settings={"settings": words})
 
 
 def _behind_proxy(servers: Servers, name: str, pair: Sequence[Server], words: Sequence[str]) -> Arm:

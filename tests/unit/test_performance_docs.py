@@ -1,0 +1,332 @@
+"""docs/performance.md and what it is made from: result lines, tables, the choice of figures."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+MODULES = ("report", "record_lines", "record_tables", "record_plots", "figures", "record")
+RATE = {"p50": 4.567, "p99": 1.234, "n": 100}
+FEW = {"p50": 2.0, "p99": 1.0, "n": 3}
+
+
+@pytest.fixture(scope="module")
+def bench() -> Iterator[dict[str, Any]]:
+    """The benchmarks' modules by name; they import each other as scripts do."""
+    sys.path.insert(0, str(BENCHMARKS))
+    try:
+        yield {name: importlib.import_module(name) for name in MODULES}
+    finally:
+        sys.path.remove(str(BENCHMARKS))
+
+
+def transfer_line(arm: str, figure: str = "gb_per_s", **fields: Any) -> dict[str, Any]:
+    case = {"op": "read", "pattern": "scattered", "block_bytes": 16384, "working_set_mib": 512}
+    return {"bench": "transfer", "arm": arm, **case, figure: RATE, **fields}
+
+
+def server_line(arm: str, question: str, **fields: Any) -> dict[str, Any]:
+    return {"bench": "servers", "arm": arm, "question": question, **fields}
+
+
+def overlap_line(arm: str, tokens: int, compute: str, exposed_ms: float) -> dict[str, Any]:
+    return {
+        "bench": "layer_overlap",
+        "arm": arm,
+        "compute": compute,
+        "rate_gb_per_s": 2.0,
+        "tokens": tokens,
+        "layers": 30,
+        "compute_ms": 2.0,
+        "chunk_tokens": 8192,
+        "layer_transfer_ms": 0.123,
+        "exposed_ms": {**FEW, "p50": exposed_ms},
+        "hook_us": RATE,
+    }
+
+
+class TestNumbers:
+    def test_pairs_are_divided_turn_by_turn(self, bench: dict[str, Any]) -> None:
+        report = bench["report"]
+        ratios = report.paired_ratios([10.0, 1.0, 6.0], [5.0, 2.0, 2.0])
+        assert ratios == [2.0, 0.5, 3.0]
+        # Each sample's own partner, not median over median, which would be 3.
+        assert report.quantiles(ratios)["p50"] == 2.0
+
+    def test_pairs_of_unequal_number_are_refused(self, bench: dict[str, Any]) -> None:
+        with pytest.raises(ValueError):
+            bench["report"].paired_ratios([1.0], [1.0, 2.0])
+
+    @pytest.mark.parametrize(("count", "text"), [(99, "4.57"), (100, "4.57 (1.23)")])
+    def test_p99_needs_a_hundred_samples(
+        self, bench: dict[str, Any], count: int, text: str
+    ) -> None:
+        line = {"gb_per_s": {**RATE, "n": count}}
+        assert bench["record_lines"].figure_text(line, "gb_per_s") == text
+
+    def test_what_is_missing_is_empty(self, bench: dict[str, Any]) -> None:
+        figure_text = bench["record_lines"].figure_text
+        assert figure_text(None, "ttft_ms") == figure_text({}, "ttft_ms") == ""
+
+    @pytest.mark.parametrize(
+        ("value", "text"),
+        [(0.01234, "0.0123"), (12.34, "12.3"), (99.96, "100"), (23312.4, "23,312")],
+    )
+    def test_numbers_have_three_digits(
+        self, bench: dict[str, Any], value: float, text: str
+    ) -> None:
+        assert bench["record_lines"].number(value) == text
+
+    def test_sizes_have_their_unit(self, bench: dict[str, Any]) -> None:
+        sizes = [bench["record_lines"].size_text(size) for size in (512, 98304, 2 << 20)]
+        assert sizes == ["512 B", "96 KiB", "2 MiB"]
+
+    def test_number_of_samples_is_named(self, bench: dict[str, Any]) -> None:
+        samples_text = bench["record_lines"].samples_text
+        assert samples_text([{"us": RATE}], "us") == "n 100"
+        assert samples_text([{"us": RATE}, {"us": FEW}], "us") == "n 3 to 100"
+
+
+class TestReading:
+    def test_lines_of_a_file(self, bench: dict[str, Any], tmp_path: Path) -> None:
+        path = tmp_path / "day.jsonl"
+        path.write_text(json.dumps(transfer_line("cma")) + "\n")
+        assert bench["record_lines"].read_lines(path) == [transfer_line("cma")]
+
+    @pytest.mark.parametrize("text", ["{", "[]", '{"arm": "cma"}'])
+    def test_line_that_is_no_result_is_named(
+        self, bench: dict[str, Any], tmp_path: Path, text: str
+    ) -> None:
+        path = tmp_path / "day.jsonl"
+        path.write_text(f"{json.dumps(transfer_line('cma'))}\n{text}\n")
+        with pytest.raises(ValueError, match=r"day\.jsonl, line 2"):
+            bench["record_lines"].read_lines(path)
+
+    def test_later_line_of_a_case_counts(self, bench: dict[str, Any]) -> None:
+        early, late = transfer_line("cma"), transfer_line("cma", gb_per_s=FEW)
+        assert bench["record_lines"].last([early, late], arm="cma", op="read") is late
+
+
+class TestTables:
+    def text(self, bench: dict[str, Any], lines: list[dict[str, Any]]) -> str:
+        titles = bench["record_plots"].titles(lines)
+        return "\n".join(bench["record_tables"].generated(lines, titles))
+
+    def test_no_lines_no_results(self, bench: dict[str, Any]) -> None:
+        assert "No results yet" in self.text(bench, [])
+
+    def test_arms_are_those_of_the_lines(self, bench: dict[str, Any]) -> None:
+        lines = [transfer_line("memcpy"), transfer_line("some-new-arm", gb_per_s=FEW)]
+        text = self.text(bench, lines)
+        assert "|  | memcpy | some-new-arm |" in text
+        assert "| read, scattered, 16 KiB | 4.57 (1.23) | 2 |" in text
+        assert "(n 3 to 100)" in text
+        assert "nixl" not in text
+
+    def test_ratios_have_a_table_of_their_own(self, bench: dict[str, Any]) -> None:
+        lines = [transfer_line("cma"), transfer_line("cma/nixl", "ratio")]
+        text = self.text(bench, lines)
+        assert "|  | cma |" in text
+        assert "|  | cma/nixl |" in text
+
+    def test_working_sets_are_compared_where_all_were_tried(self, bench: dict[str, Any]) -> None:
+        lines = [
+            transfer_line("cma"),
+            transfer_line("cma", block_bytes=4096),
+            transfer_line("cma", working_set_mib=1),
+        ]
+        text = self.text(bench, lines)
+        assert "512 MiB of memory" in text
+        assert "| read, 16 KiB, 1 MiB |" in text
+        assert "| read, 4 KiB, 512 MiB |" not in text
+
+    def test_benches_that_were_not_run_have_no_section(self, bench: dict[str, Any]) -> None:
+        text = self.text(bench, [transfer_line("cma")])
+        assert "### Blocks between two processes" in text
+        assert "Real servers" not in text
+        assert "Hooks" not in text
+
+    def test_push_and_pull_stand_side_by_side(self, bench: dict[str, Any]) -> None:
+        lines = [
+            overlap_line("push", 512, "sleep", 1.2),
+            overlap_line("pull", 512, "sleep", 2.6),
+            overlap_line("pull", 4096, "sleep", 9.7),
+        ]
+        text = self.text(bench, lines)
+        assert "| 2 GB/s, 512 tokens, sleep | 0.123 | 1.2 | 2.6 | 4.57 (1.23) |" in text
+        assert "| 2 GB/s, 4,096 tokens, sleep | 0.123 |  | 9.7 |  |" in text
+
+    def test_servers_have_ratios_and_settings(self, bench: dict[str, Any]) -> None:
+        lines = [
+            server_line("aggregated", "request", tokens=512, ttft_ms=FEW),
+            server_line(
+                "nixl",
+                "request",
+                tokens=512,
+                ttft_ms=FEW,
+                settings="num_threads=0",
+                **{"ttft/aggregated": FEW},
+            ),
+        ]
+        text = self.text(bench, lines)
+        assert "| 512 tokens, aggregated | 2 |  |" in text
+        assert "| 512 tokens, nixl | 2 | 2 |" in text
+        assert "`nixl` ran with num_threads=0." in text
+        assert "exposed, ms" not in text
+
+    def test_first_contact_and_idle(self, bench: dict[str, Any]) -> None:
+        lines = [
+            server_line("pull", "contact", tokens=256, first_contact_ms=400.0, warm_ms=FEW),
+            server_line("nixl", "idle", idle_processors=1.9),
+        ]
+        text = self.text(bench, lines)
+        assert "| pull | 400 | 2 |" in text
+        assert "| nixl | 1.9 |" in text
+
+    def test_checksums_have_their_share(self, bench: dict[str, Any]) -> None:
+        shape = {"bench": "integrity", "blocks": 512, "layers": 30, "block_bytes": 32768}
+        lines = [
+            {**shape, "arm": "hash", "gb_per_s": FEW},
+            {**shape, "arm": "full", "flow": "push", "transfer_ms": FEW, "added": FEW},
+        ]
+        text = self.text(bench, lines)
+        assert "512 blocks, 30 layers of 32 KiB" in text
+        assert "| all, hash |  |  | 2 |" in text
+        assert "| push, full | 2 | 2 |  |" in text
+
+    def test_load_of_the_machine_is_told(self, bench: dict[str, Any]) -> None:
+        line = transfer_line("cma", run={"began": "2026-01-02T03:04:05+00:00", "load": 0.25})
+        assert "load before each bench 0.25 to 0.25" in self.text(bench, [line])
+
+
+class TestFigures:
+    def test_only_what_has_lines_is_drawn(self, bench: dict[str, Any]) -> None:
+        chosen = bench["record_plots"].chosen([transfer_line("cma"), transfer_line("memcpy")])
+        assert list(chosen) == ["transfer"]
+        (panel,) = chosen["transfer"]
+        assert panel.series == {"cma": [(16384.0, 4.567)], "memcpy": [(16384.0, 4.567)]}
+
+    def test_points_go_by_x(self, bench: dict[str, Any]) -> None:
+        lines = [overlap_line("push", tokens, "hold", tokens / 512) for tokens in (4096, 512)]
+        (panel,) = bench["record_plots"].chosen(lines)["exposed"]
+        assert panel.series == {"push": [(512.0, 1.0), (4096.0, 8.0)]}
+
+    def test_png_is_written_and_an_old_one_removed(
+        self, bench: dict[str, Any], tmp_path: Path
+    ) -> None:
+        (tmp_path / "ttft.png").write_bytes(b"of earlier results")
+        paths = bench["figures"].draw_all([transfer_line("cma")], tmp_path)
+        assert [path.name for path in paths] == ["transfer.png"]
+        assert paths[0].read_bytes().startswith(b"\x89PNG")
+        assert not (tmp_path / "ttft.png").exists()
+
+
+class TestPage:
+    def test_page_is_what_its_results_file_makes(self, bench: dict[str, Any]) -> None:
+        figures, tables = bench["figures"], bench["record_tables"]
+        page = figures.PAGE.read_text()
+        name = tables.results_name(page)
+        assert figures.page_of(page, name) == page, (
+            f"run python benchmarks/figures.py {name} --docs"
+        )
+
+    def test_figures_of_the_page_are_there(self, bench: dict[str, Any]) -> None:
+        figures, tables = bench["figures"], bench["record_tables"]
+        name = tables.results_name(figures.PAGE.read_text())
+        lines = [] if name == "none" else bench["record_lines"].read_lines(figures.ROOT / name)
+        drawn = {f"{name}.png" for name in bench["record_plots"].titles(lines)}
+        assert drawn == {path.name for path in figures.FIGURE_FOLDER.glob("*.png")} & {
+            f"{name}.png" for name in bench["record_plots"].FIGURES
+        }
+
+    def test_changed_results_are_noticed(self, bench: dict[str, Any]) -> None:
+        tables = bench["record_tables"]
+        page = "a\n<!-- results: none -->\nold\n<!-- end of results -->\nb\n"
+        first = tables.filled_in(page, "x.jsonl", [transfer_line("cma")], {})
+        second = tables.filled_in(first, "x.jsonl", [transfer_line("cma", gb_per_s=FEW)], {})
+        assert tables.results_name(first) == "x.jsonl"
+        assert first != second
+        assert first.startswith("a\n<!--")
+        assert first.endswith("-->\nb\n")
+
+    def test_page_without_a_place_is_refused(self, bench: dict[str, Any]) -> None:
+        with pytest.raises(ValueError, match="0 places"):
+            bench["record_tables"].filled_in("", "none", [], {})
+
+
+class TestRecord:
+    def test_second_run_of_a_day_has_a_number(self, bench: dict[str, Any], tmp_path: Path) -> None:
+        names = []
+        for _ in range(3):
+            path = bench["record"].results_file(tmp_path, "2026-01-02")
+            path.touch()
+            names.append(path.name)
+        assert names == ["2026-01-02.jsonl", "2026-01-02-2.jsonl", "2026-01-02-3.jsonl"]
+
+    def test_every_bench_is_run(self, bench: dict[str, Any]) -> None:
+        benches = {path.stem.removeprefix("bench_") for path in BENCHMARKS.glob("bench_*.py")}
+        assert {run.name for run in bench["record"].RUNS} == benches
+
+    def test_whole_run_fits_two_hours(self, bench: dict[str, Any]) -> None:
+        assert sum(run.minutes for run in bench["record"].RUNS) <= 120
+
+    def test_only_named_benches(self, bench: dict[str, Any]) -> None:
+        names = [run.name for run in bench["record"].chosen("growth,steps")]
+        assert names == ["steps", "growth"]
+        with pytest.raises(ValueError, match="no bench named stepz"):
+            bench["record"].chosen("steps,stepz")
+
+    def test_lines_get_facts_and_other_output_is_no_line(self, bench: dict[str, Any]) -> None:
+        with_facts = bench["record"].with_facts
+        assert json.loads(with_facts('{"bench": "x"}', {"load": 1}))["run"] == {"load": 1}
+        assert with_facts("Loading weights", {}) is None
+        assert with_facts("3", {}) is None
+
+
+class TestLoad:
+    """What is read from the result of vLLM's client."""
+
+    @pytest.fixture
+    def load(self, bench: dict[str, Any]) -> Any:
+        return importlib.import_module("server_load")
+
+    def result(self, **fields: Any) -> dict[str, Any]:
+        return {
+            "completed": 2,
+            "errors": ["", ""],
+            "total_output_tokens": 4,
+            "start_times": [10.0, 11.0],
+            "ttfts": [0.5, 0.25],
+            "itls": [[0.5], [0.75]],
+            **fields,
+        }
+
+    def test_figures_are_from_the_first_request_to_the_last_answer(self, load: Any) -> None:
+        log = load.CpuLog(lambda: 0.0)
+        for time_s, used_s in ((0.0, 1.0), (10.0, 5.0), (12.0, 8.0), (20.0, 50.0)):
+            log.add(time_s, used_s)
+        sample = load.read_result(self.result(), load.Load(1, 2, 512, 2), log)
+        assert sample.requests_per_s == 1.0
+        assert sample.cpu_s_per_request == 1.5
+        assert sample.first_token_ms == [500.0, 250.0]
+        assert sample.inter_token_ms == [500.0, 750.0]
+
+    def test_failed_request_ends_it(self, load: Any) -> None:
+        result = self.result(completed=1, errors=["", "Bad Gateway"])
+        with pytest.raises(load.LoadError, match="1 of 2 requests succeeded: Bad Gateway"):
+            load.read_result(result, load.Load(1, 2, 512, 2), load.CpuLog(lambda: 0.0))
+
+    def test_short_answer_ends_it(self, load: Any) -> None:
+        with pytest.raises(load.LoadError, match="3 of 4 tokens"):
+            load.read_result(
+                self.result(total_output_tokens=3),
+                load.Load(1, 2, 512, 2),
+                load.CpuLog(lambda: 0.0),
+            )
