@@ -295,7 +295,7 @@ def parse() -> Options:
     add = parser.add_argument
     add("--arms", default=",".join(ARMS), help="comma-separated; default: %(default)s")
     add("--tokens", default="512,2048,6000", help="prompt lengths; default: %(default)s")
-    add("--alternations", type=int, default=6, help="default: %(default)s")
+    add("--alternations", type=int, default=5, help="default: %(default)s")
     add("--output-tokens", type=int, default=8, help="default: %(default)s")
     add("--max-num-batched-tokens", type=int, default=2048, help="default: %(default)s")
     add("--concurrency", default="1,4,8", help="requests at a time; default: %(default)s")
