@@ -81,6 +81,7 @@ RUNS = (
     Run("growth", "", 2, "--links 1,8 --leases 16"),
     Run("layer_overlap", _OVERLAP, 5, _QUICK_OVERLAP),
     Run("layer_overlap", f"{_OVERLAP} --compute hold", 5, f"{_QUICK_OVERLAP} --compute hold"),
+    Run("integrity", "--repeats 21", 3, "--blocks 16 --repeats 1"),
     Run("servers", "", 42, "--quick"),
 )
 """The real servers come last: whatever else fails is known before."""

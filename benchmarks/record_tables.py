@@ -314,6 +314,20 @@ def _count(number: int, thing: str) -> str:
     return f"{number:,} {thing}" if number == 1 else f"{number:,} {thing}s"
 
 
+def _integrity(lines: Sequence[Line]) -> Iterator[str]:
+    if not lines:
+        return
+    first = lines[0]
+    yield (
+        f"Option `integrity`: {_count(first['blocks'], 'block')}, {first['layers']} layers of "
+        f"{size_text(first['block_bytes'])} a block ({samples_text(lines, 'transfer_ms')}). "
+        "*Added* is the share of the same turn's transfer without it.\n"
+    )
+    rows = [(f"{line.get('flow', 'all')}, {line['arm']}", line) for line in lines]
+    columns = {"transfer_ms": "transfer, ms", "added": "added", "gb_per_s": "GB/s, one thread"}
+    yield from _columns("flow, setting", rows, columns)
+
+
 def _columns(
     first: str, rows: Sequence[tuple[str, Line | None]], columns: Mapping[str, str]
 ) -> Iterator[str]:
@@ -331,6 +345,7 @@ SECTIONS: Mapping[str, tuple[str, str, Section]] = {
     "load": ("Real servers under load", "servers", _loads),
     "contact": ("First contact, and nothing to do", "servers", _contacts),
     "steps": ("Hooks of an engine step", "steps", _steps),
+    "integrity": ("Checksums of blocks", "integrity", _integrity),
     "calls": ("Calls of the API", "datadist", _calls),
     "links": ("What grows", "growth", _growth),
 }

@@ -190,6 +190,17 @@ class TestTables:
         assert "| pull | 400 | 2 |" in text
         assert "| nixl | 1.9 |" in text
 
+    def test_checksums_have_their_share(self, bench: dict[str, Any]) -> None:
+        shape = {"bench": "integrity", "blocks": 512, "layers": 30, "block_bytes": 32768}
+        lines = [
+            {**shape, "arm": "hash", "gb_per_s": FEW},
+            {**shape, "arm": "full", "flow": "push", "transfer_ms": FEW, "added": FEW},
+        ]
+        text = self.text(bench, lines)
+        assert "512 blocks, 30 layers of 32 KiB" in text
+        assert "| all, hash |  |  | 2 |" in text
+        assert "| push, full | 2 | 2 |  |" in text
+
     def test_load_of_the_machine_is_told(self, bench: dict[str, Any]) -> None:
         line = transfer_line("cma", run={"began": "2026-01-02T03:04:05+00:00", "load": 0.25})
         assert "load before each bench 0.25 to 0.25" in self.text(bench, [line])
