@@ -134,7 +134,7 @@ class Recorder:
         if code != 0 or num_lines == 0:
             ended += f", failed with status {code}, log in {log}"
             self.failed.append(ended)
-        self._progress.console.print(ended, markup=False, highlight=False)
+        self._progress.console.print(ended, markup=False, highlight=False, soft_wrap=True)
 
     def _execute(
         self, command: Sequence[str], log: Path, facts: dict[str, Any], task: TaskID
@@ -247,8 +247,8 @@ def main(arguments: Sequence[str]) -> int:
         console.print(f"about {minutes:.0f} minutes, on a machine that does nothing else")
     failed = record(runs, results, is_quick, console)
     for failure in failed:
-        console.print(f"failed: {failure}", style="red", markup=False)
-    console.print(f"results are in {results}", markup=False)
+        console.print(f"failed: {failure}", style="red", markup=False, soft_wrap=True)
+    console.print(f"results are in {results}", markup=False, soft_wrap=True)
     if not results.exists():
         return 1
     if failed and of_record:
