@@ -11,9 +11,9 @@ NIXL's progress threads spin when idle. Memory is private and touched before; ba
 the whole working set in random order, so caches do not help. The first batch of each case is
 compared.
 
-Results are JSON lines on stdout; a ratio as `shm/nixl` is that of the two rates, batch by batch. The
-arm nixl-transport is this engine over NIXL; both of NIXL's arms take TCP with UCX_TLS=tcp in the
-environment, and the processes of one host's shared memory without.
+Results are JSON lines on stdout; a ratio as `shm/nixl` is that of the two rates, batch by batch.
+The arm nixl-transport is this engine over NIXL; both of NIXL's arms take TCP with UCX_TLS=tcp in
+the environment, and the processes of one host's shared memory without.
 """
 
 from __future__ import annotations

@@ -33,9 +33,8 @@ __all__ = ["ARMS", "Arm", "Servers", "Setup", "ask", "raise_on_terminate", "star
 ARMS = ("aggregated", "pull", "push", "nixl")
 PREFILL_CPU, DECODE_CPU = "0", "1"
 NIXL_EXTRA_CONFIG: Mapping[str, Any] = {"num_threads": 0}
-"""The best of NixlConnector's settings that were tried: without the four threads that it has for
-several network ports, 0.86 of the time to the first token. Its progress thread spins with every
-choice of UCX_TLS that NIXL accepts here, and no setting of the connector stops that thread."""
+"""The best of NixlConnector's settings that were tried, see docs/performance.md. With all of
+them its progress thread spins; no setting of the connector stops that thread."""
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 

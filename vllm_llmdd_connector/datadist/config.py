@@ -240,16 +240,6 @@ class LLMConfig:
         self._set("transfer_backend", transfer_backend, "llm.TransferBackend", transfer_backend)
 
     @property
-    def transport(self) -> str:
-        """How peers' bytes are read: "auto", "shm" or "cma". An extension of the vendor's API."""
-        return str(self._values.get("transport", "auto"))
-
-    @transport.setter
-    def transport(self, transport: str) -> None:
-        check_type("transport", transport, str)
-        self._set("transport", transport, "llmdd.Transport", transport)
-
-    @property
     def global_resource_config(self) -> str:
         return str(self._values.get("global_resource_config", ""))
 
@@ -302,7 +292,8 @@ class LLMConfig:
 
     @property
     def transport(self) -> str:
-        """How bytes reach this process: auto, cma or nixl. An extension of the vendor's API."""
+        """How bytes reach this process: "auto", "shm", "cma" or "nixl". An extension of the vendor's
+        API."""
         return str(self._values.get("transport", "auto"))
 
     @transport.setter

@@ -41,7 +41,7 @@ _MAX_LINK_RETRIES = 100
 _DEFAULT_PAGE_SHIFT = 16
 _FIRST_GENERATION_PAGE_SHIFT = 9  # its tensors are aligned to 512 bytes
 _PAGE_SHIFTS = range(10, 31)
-_TRANSPORTS = ("auto", "cma", "nixl")
+_TRANSPORTS = ("auto", "shm", "cma", "nixl")
 _STAGING_MIB = range(8, 4097)
 _DEFAULT_STAGING_MIB = "64"
 
@@ -205,7 +205,7 @@ def _transport(options: Mapping[str, str]) -> _Transport:
         transport in _TRANSPORTS,
         f"transport is {transport!r}, it must be one of: {', '.join(_TRANSPORTS)}",
     )
-    library = "" if transport == "cma" else find_nixl_library()
+    library = "" if transport in ("shm", "cma") else find_nixl_library()
     if transport == "nixl" and not library:
         fail(
             "transport is nixl, but NIXL is not installed; pip install vllm-llmdd-connector[nixl]",
