@@ -182,7 +182,8 @@ def test_shm_refuses_a_peer_that_does_not_share(
 
 
 def test_unknown_transport(make_local: MakeLocal) -> None:
-    with pytest.raises(Exception, match="transport is 'tcp', it must be one of: auto, shm, cma, nixl"):
+    allowed = "auto, shm, cma, nixl"
+    with pytest.raises(Exception, match=f"transport is 'tcp', it must be one of: {allowed}"):
         make_local(1, transport="tcp")
 
 

@@ -292,8 +292,7 @@ class LLMConfig:
 
     @property
     def transport(self) -> str:
-        """How bytes reach this process: "auto", "shm", "cma" or "nixl". An extension of the vendor's
-        API."""
+        """How bytes come here: auto, shm, cma or nixl. An extension of the vendor's API."""
         return str(self._values.get("transport", "auto"))
 
     @transport.setter
