@@ -493,6 +493,7 @@ class Cluster(BulkMethods):
     def limit_file_size(self, size: int) -> None:
         hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
         resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+
     def cpu_ms(self) -> float:
         """Processor time of all threads since the process began."""
         return time.process_time() * 1000
