@@ -12,12 +12,15 @@ from contract.errors import check_sentence, refused
 from contract.fixtures import Pair
 from contract.memory import block_pieces, moved
 
+TOO_MANY = 200_000
+"""Blocks of 1 MiB that no machine copies within a second."""
+
 
 class TestSlowCopy:
     def test_pull_over_its_time_ends_the_link(self, pair: Pair) -> None:
         local, peer = pair(timeout_ms=1000)
         large_source(peer)
-        pull = BackgroundPull(local)
+        pull = BackgroundPull(local, pairs=TOO_MANY)
         assert pull.status() == "LLM_TIMEOUT"
         check_sentence(local.api, str(pull.error), "sync_kv_timeout")
         with refused(local.api, "LLM_FAILED"):
@@ -28,7 +31,7 @@ class TestSlowCopy:
         local, peer = pair(timeout_ms=1000)
         large_source(peer)
         cache = local.add_blocks(tensors=1, blocks=2, block_bytes=MIB)
-        blocks = [0, 1] * 10_000
+        blocks = [0, 1] * (TOO_MANY // 2)
         key = local.api.BlocksCacheKey(2)
         with refused(local.api, "LLM_TIMEOUT"):
             local.push_blocks(key, cache, blocks, blocks, tensor_num_per_layer=1)

@@ -285,5 +285,5 @@ def test_fault_is_noticed(
         print_blob=False,
         report_multiple_bugs=False,
     )
-    with pytest.raises(AssertionError):
+    with pytest.raises((AssertionError, KeyError)):  # the table may stumble over it first
         run_state_machine_as_test(Meetings, settings=wanted)

@@ -184,7 +184,7 @@ class TestNames:
     def test_stages_in_use_exist(self) -> None:
         """Stages also travel as the second argument of ``_fail``, ``_fall_back`` and the like."""
         used = self.literals("count_failure")
-        for method in ("_fail", "_fall_back", "_refuse", "_end"):
+        for method in ("_fail", "failed", "_fall_back", "_refuse", "_end"):
             used |= self.literals(method, 1)
         assert used <= set(STAGES)
         assert {"params", "claim", "handshake", "link", "transfer", "release"} <= used

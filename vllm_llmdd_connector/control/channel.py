@@ -25,6 +25,7 @@ from vllm_llmdd_connector.control.messages import (
     encode,
 )
 from vllm_llmdd_connector.control.ports import describe_holder
+from vllm_llmdd_connector.deadlines import KEEPALIVE_S
 from vllm_llmdd_connector.errors import ConfigError, LinkError, RemoteProtocolError
 from vllm_llmdd_connector.log import get_logger
 
@@ -33,7 +34,6 @@ logger = get_logger(__name__)
 _MAX_BATCH = 64
 _LOST_EVENTS = zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED | HANDSHAKE_FAILED
 _PEER = b""
-_KEEPALIVE_S = 20
 _MAX_SOCKETS = 8192
 
 
@@ -110,8 +110,8 @@ def _bounded(socket: zmq.Socket[bytes], host: str, max_bytes: int) -> zmq.Socket
     socket.setsockopt(zmq.MAXMSGSIZE, max_bytes)
     # A machine that went away without a word is noticed where nothing is being sent, too.
     socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
-    socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, _KEEPALIVE_S)
-    socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, _KEEPALIVE_S)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, KEEPALIVE_S)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, KEEPALIVE_S)
     socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, 3)
     if ":" in host:
         socket.setsockopt(zmq.IPV6, 1)

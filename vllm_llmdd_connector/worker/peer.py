@@ -220,14 +220,14 @@ class PeerThread:
         transfer = self._queue.popleft()
         refusal = self._refusal(transfer)
         if refusal is not None:
-            self._reports.fail(transfer, *refusal)
+            self._reports.failed(transfer, *refusal)
             return
         try:
             self._make_link(stack)
         except LinkError as error:
             # What is queued behind it would wait for the same link.
             for queued in [transfer, *self._take_queue()]:
-                self._reports.fail(queued, "link", str(error))
+                self._reports.failed(queued, "link", str(error))
             return
         if isinstance(transfer.job, PullJob):
             self._pulls.begin(transfer, transfer.job, dialer, partial(self._dial_worker, stack))
@@ -251,7 +251,7 @@ class PeerThread:
         for transfer in list(self._queue):
             if transfer.job.request_id == request_id:
                 self._queue.remove(transfer)
-                self._reports.fail(transfer, "queue", reason)
+                self._reports.failed(transfer, "queue", reason)
         if self._checks is not None:
             self._checks.give_up(request_id, reason)
         self._receiver.give_up(request_id, reason, self._worker_dialer, time.monotonic())
@@ -306,15 +306,15 @@ class PeerThread:
     def _on_push_failed(self, transfer: Transfer, reason: str) -> None:
         if time.monotonic() >= transfer.deadline_s:
             reason = f"{reason}; the limit is request_timeout_s"
-        self._reports.fail(transfer, "push", one_line(reason))
+        self._reports.failed(transfer, "push", one_line(reason))
 
     def _on_pushed(self, transfer: Transfer, job: ReceiveJob, dialer: Dialer, done: Done) -> None:
         if self._context.verifier is not None:
             problem = self._context.verifier.verify(job, done.reservation, done.sums)
             if problem:
-                self._reports.fail(transfer, "integrity", problem)
+                self._reports.failed(transfer, "integrity", problem)
                 return
-        self._reports.succeed(transfer)
+        self._reports.succeeded(transfer)
         now_s = time.monotonic()
         deadline_s = now_s + self._context.config.release_timeout_s
         on_answer = partial(_log_late_release, job.request_id)
@@ -352,7 +352,7 @@ class PeerThread:
         with self._lock:
             self._ended = True
         for transfer in list(self._unreported.values()):
-            self._reports.fail(transfer, transfer.stage, reason)
+            self._reports.failed(transfer, transfer.stage, reason)
         self._sleeper.close()
         logger.debug("peer %x: thread ended: %s", self.endpoint.cluster_id, reason)
         self._on_end(self)

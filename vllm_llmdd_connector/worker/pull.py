@@ -57,7 +57,7 @@ class Pulls:
             self._copy(transfer, job)
         except TransferError as error:
             self._link.drop()
-            self._reports.fail(transfer, "transfer", str(error))
+            self._reports.failed(transfer, "transfer", str(error))
             return
         if self._checks is None:
             self._release(transfer, job, dialer)
@@ -90,7 +90,7 @@ class Pulls:
 
     def _on_compared(self, transfer: Transfer, job: PullJob, dialer: Dialer, problem: str) -> None:
         if problem:
-            self._reports.fail(transfer, "integrity", problem)
+            self._reports.failed(transfer, "integrity", problem)
         else:
             self._release(transfer, job, dialer)
 
@@ -107,12 +107,12 @@ class Pulls:
     def _on_confirmed(self, transfer: Transfer, released_s: float, answer: Answer) -> None:
         if answer is Answer.HELD:
             self._context.stats.observe("release_seconds", time.monotonic() - released_s)
-            self._reports.succeed(transfer)
+            self._reports.succeeded(transfer)
             return
         reason = _NOT_HELD[answer]
         if answer is Answer.NONE:
             reason = f"{reason}: {self._context.config.within('release_timeout_s')}"
-        self._reports.fail(transfer, "release", reason)
+        self._reports.failed(transfer, "release", reason)
 
 
 def release_of(job: Job, rank: int, production: int, secret: str) -> Release:

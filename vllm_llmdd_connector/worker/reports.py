@@ -39,7 +39,7 @@ class Reports:
         self._endpoint = endpoint
         self._forget = forget
 
-    def succeed(self, transfer: Transfer) -> None:
+    def succeeded(self, transfer: Transfer) -> None:
         """The request's blocks are there."""
         context, job = self._context, transfer.job
         context.trace.event("arrival", **names_of(job))
@@ -57,7 +57,7 @@ class Reports:
         self._forget(job.request_id)
         context.completions.succeed(job.request_id)
 
-    def fail(self, transfer: Transfer, stage: str, reason: str) -> None:
+    def failed(self, transfer: Transfer, stage: str, reason: str) -> None:
         """The request's blocks are not valid."""
         context, job = self._context, transfer.job
         self._forget(job.request_id)
