@@ -38,7 +38,7 @@ std::string WireReader::text() {
 
 void WireReader::raw(uint8_t* out, size_t size) {
   const uint8_t* bytes = advance(size);
-  std::memcpy(out, bytes, size);
+  if (size > 0) std::memcpy(out, bytes, size);  // an empty vector's data may be null
 }
 
 size_t WireReader::count(size_t element_bytes) {

@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from contract.cluster import Cluster
+from contract.cluster import TRANSPORT_VARIABLE, Cluster
 from contract.engines import Restriction, refused_by_vendor
 from contract.errors import wait_until
 from contract.first_cluster import FirstCluster
@@ -23,6 +23,8 @@ WARM_UP = 100
 POOL = '{"memory_size": 1048576, "page_shift": 12}'
 # Allocators keep what they may need again; a leak of one frame a cycle would be more than this.
 MEMORY_KIB = 4096
+# UCX allocates 0.9 MB for each link, on the threads that make them: that levels off later.
+MEMORY_OVER_NIXL_KIB = 32768
 
 Side = Cluster | Peer
 Cycle = Callable[[int], None]
@@ -49,6 +51,8 @@ def descriptors_and_threads(sides: list[Any]) -> list[tuple[int, int]]:
 
 def check_cycles(local: Cluster, peer: Peer, cycle: Cycle) -> None:
     sides: list[Any] = [local, peer]
+    over_nixl = os.environ.get(TRANSPORT_VARIABLE) == "nixl"
+    allowed_kib = MEMORY_OVER_NIXL_KIB if over_nixl else MEMORY_KIB
     for number in range(WARM_UP):
         cycle(number)
     before = descriptors_and_threads(sides)
@@ -66,7 +70,7 @@ def check_cycles(local: Cluster, peer: Peer, cycle: Cycle) -> None:
 
     wait_until(settled)
     for side, kib in zip(sides, memory, strict=True):
-        assert side.resident_kib() < kib + MEMORY_KIB
+        assert side.resident_kib() < kib + allowed_kib
         assert side.pool_used() == 0
 
 
