@@ -186,7 +186,7 @@ def test_sums_that_do_not_come_end_with_the_deadline_or_with_p(
     assert late.startswith("integrity: P did not send its checksums within")
     assert pair.run("push", timeout_s=1.0).startswith("push: P did not send all blocks within 1 s")
     pair.d.step(jobs=[pair.p.call("hold", 10_000)])
-    (peer,) = pair.d.worker._peers.values()
+    (peer,) = pair.d.worker._peers
     assert peer._checks is not None
     pending = peer._checks._pending
     wait_for(lambda: len(pending) == 1, "the question for checksums")
