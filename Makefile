@@ -13,7 +13,7 @@ PYTHON_SOURCES := vllm_llmdd_connector examples tests benchmarks tools
 NATIVE_SOURCES = $(shell find csrc tests/native -name '*.cpp' -o -name '*.h' 2>/dev/null)
 PYTEST_ARGS ?=
 # Two files of tests at a time, real servers alone: see tests/conftest.py.
-SIDE_BY_SIDE := -n 2 --dist loadgroup --no-loadscope-reorder
+SIDE_BY_SIDE := -n 2 --dist loadscope --no-loadscope-reorder
 DEMO_ARGS ?=
 # --quick, --only NAME,...: see benchmarks/record.py.
 BENCH_ARGS ?=

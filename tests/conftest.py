@@ -19,18 +19,27 @@ settings.load_profile("llmdd")
 _SERVERS = (Path(__file__).parent / "e2e", Path(__file__).parent / "example" / "test_demo.py")
 
 
-def _starts_servers(item: pytest.Item) -> bool:
-    return any(path in (item.path, *item.path.parents) for path in _SERVERS)
+def _starts_servers(file: Path) -> bool:
+    return any(path in (file, *file.parents) for path in _SERVERS)
 
 
-@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Real servers come last and, where tests run side by side (``pytest -n``), one pair at a time,
-    so that they have the processors for themselves; the tests of another file stay together."""
-    items.sort(key=_starts_servers)
-    for item in items:
-        group = "servers" if _starts_servers(item) else str(item.path)
-        item.add_marker(pytest.mark.xdist_group(group))
+    """Real servers come last."""
+    items.sort(key=lambda item: _starts_servers(item.path))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
+    """Where tests run side by side (``pytest -n``) those of a file stay together, and real servers
+    are started for one file at a time, so that they have memory and processors for themselves."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Files(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            return "servers" if _starts_servers(config.rootpath / file) else file
+
+    return Files(config, log)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

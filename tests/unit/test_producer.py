@@ -193,6 +193,7 @@ class HeldBlocks(RuleBasedStateMachine):
     def start(self) -> None:
         self.prefiller = Prefiller(FakeClock(), num_ranks=2, max_leased_fraction=0.2)
         self.tickets: list[tuple[Ticket, tuple[int, ...]]] = []
+        self.confirmed: set[tuple[int, int, int]] = set()
 
     @rule(length=st.integers(0, 2), own=st.integers(3, 40))
     def prompt_finishes(self, length: int, own: int) -> None:
@@ -216,12 +217,15 @@ class HeldBlocks(RuleBasedStateMachine):
     @precondition(lambda self: self.tickets)
     @rule(data=st.data(), claim_id=st.integers(1, 4), rank=st.integers(0, 1))
     def d_releases(self, data: st.DataObject, claim_id: int, rank: int) -> None:
-        """What is confirmed has not been given back, or D would have read foreign blocks."""
+        """What is confirmed has not been given back, or D would have read foreign blocks. The
+        repetition of a release gets its answer again, which was true then."""
         ticket, blocks = data.draw(st.sampled_from(self.tickets))
         (answer,) = self.prefiller.release(ticket, claim_id, rank)
         assert isinstance(answer, ReleaseAck)
-        if answer.valid:
+        release = ticket.production, claim_id, rank
+        if answer.valid and release not in self.confirmed:
             assert all(self.prefiller.pool.ref_counts(blocks))
+            self.confirmed.add(release)
 
     @rule(seconds=st.sampled_from([0.0, 1.0, LEASE_S / 2, LEASE_S]))
     def time_passes(self, seconds: float) -> None:
