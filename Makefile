@@ -37,7 +37,7 @@ demo: ## two vLLM servers and a proxy on this machine, checked prompt by prompt 
 	@$(SETUP) env project model
 	@$(BIN)/python examples/disaggregated_prefill/demo.py $(DEMO_ARGS)
 
-test: setup-tests ## the tests, real servers included (28 min)
+test: setup-tests ## the tests, real servers included (20 min)
 	@$(BIN)/python -m pytest tests -m "not slow" $(SIDE_BY_SIDE) $(PYTEST_ARGS)
 
 test-slow: setup-tests ## faults of real servers while P pushes, decode first, and servers that stop (13 min)
@@ -67,7 +67,7 @@ format: ## rewrite the sources in the project's format
 	$(BIN)/ruff format $(PYTHON_SOURCES)
 	@[ -z "$(NATIVE_SOURCES)" ] || $(BIN)/clang-format -i $(NATIVE_SOURCES)
 
-asan: ## mutated inputs, then the native tests, under AddressSanitizer and UBSan (4 min)
+asan: ## mutated inputs, then the native tests, under AddressSanitizer and UBSan (9 min)
 	@$(SETUP) env project
 	@PATH="$(CURDIR)/$(BIN):$$PATH" $(CURDIR)/$(BIN)/python tests/native/run_sanitized.py
 
