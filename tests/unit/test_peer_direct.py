@@ -15,20 +15,6 @@ from vllm_llmdd_connector.control.messages import Cancel, CancelAll, Reserve
 
 
 @pytest.fixture
-def scheduler() -> Iterator[ReleasePeer]:
-    peer = ReleasePeer()
-    yield peer
-    peer.close()
-
-
-@pytest.fixture
-def worker() -> Iterator[WorkerPeer]:
-    peer = WorkerPeer()
-    yield peer
-    peer.close()
-
-
-@pytest.fixture
 def make_puller(scheduler: ReleasePeer, worker: WorkerPeer) -> Iterator[Callable[..., Puller]]:
     pullers: list[Puller] = []
 

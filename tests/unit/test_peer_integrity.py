@@ -31,20 +31,6 @@ PUSH = [WantedBlocks(INTO, FIRST)]
 
 
 @pytest.fixture
-def scheduler() -> Iterator[ReleasePeer]:
-    peer = ReleasePeer()
-    yield peer
-    peer.close()
-
-
-@pytest.fixture
-def worker() -> Iterator[WorkerPeer]:
-    peer = WorkerPeer()
-    yield peer
-    peer.close()
-
-
-@pytest.fixture
 def memory() -> SummedMemory:
     return SummedMemory()
 

@@ -19,20 +19,6 @@ OPENED = ["link", "open 0 [5, 6]"]
 
 
 @pytest.fixture
-def scheduler() -> Iterator[ReleasePeer]:
-    peer = ReleasePeer()
-    yield peer
-    peer.close()
-
-
-@pytest.fixture
-def worker() -> Iterator[WorkerPeer]:
-    peer = WorkerPeer()
-    yield peer
-    peer.close()
-
-
-@pytest.fixture
 def make_puller(scheduler: ReleasePeer, worker: WorkerPeer) -> Iterator[Callable[..., Puller]]:
     pullers: list[Puller] = []
 
