@@ -55,13 +55,17 @@ class Pair:
         for process in processes:
             process.call("open", layout, **options)
         backend: Any = self.rank.worker._engine._backend  # type: ignore[union-attr]
-        transfer = backend.transfer_layers
+        if (transfers := backend.layer_transfers) is not None:
+            self._count(transfers)
+
+    def _count(self, transfers: Any) -> None:
+        transfer = transfers.transfer_layers
 
         def counted(*args: Any) -> Any:
             self.whole_transfers += 1
             return transfer(*args)
 
-        backend.transfer_layers = counted
+        transfers.transfer_layers = counted
 
     def prompt(self, number: int, num_blocks: int = 6) -> Prompt:
         first = 1 + number * num_blocks

@@ -28,6 +28,7 @@ from vllm_llmdd_connector.log import get_logger
 if TYPE_CHECKING:
     from vllm_llmdd_connector.config import ConnectorConfig
     from vllm_llmdd_connector.layout.kv_layout import CachePlan
+    from vllm_llmdd_connector.worker.backend import LayerTransfers
 
 __all__ = ["AscendBackend", "NpuFence", "load_vendor"]
 
@@ -128,9 +129,11 @@ class AscendBackend:
         self._link_calls: dict[int, VendorCall] = {}
         self._links = LinksInUse()
         # Its checks refuse a source in host memory; those of push_blocks do not look at it.
-        self.can_transfer_layers = self._on_npu and all(
-            hasattr(self.api, name) for name in _LAYER_NAMES
-        )
+        self._takes_layers = self._on_npu and all(hasattr(self.api, name) for name in _LAYER_NAMES)
+
+    @property
+    def layer_transfers(self) -> LayerTransfers | None:
+        return self if self._takes_layers else None
 
     @property
     def can_push(self) -> bool:

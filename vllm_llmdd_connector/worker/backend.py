@@ -33,6 +33,26 @@ class Fence(Protocol):
         """Whether ``wait`` would return at once."""
 
 
+class LayerTransfers(Protocol):
+    """A backend's transfer of all layers in one call."""
+
+    def transfer_layers(
+        self,
+        src_cache: Any,
+        dst_key: Any,
+        num_layers: int,
+        src_blocks: list[int],
+        dst_blocks: list[int],
+        wait_for_layer: Callable[[int], bool],
+    ) -> tuple[int, Any]:
+        """One ``transfer_cache_async`` of all layers to one peer, and its end.
+
+        ``wait_for_layer`` is called on a thread of the engine and may end the transfer by False.
+        Returns how many layers have arrived, all or the first ones, and the status; that of a
+        transfer which ``wait_for_layer`` has ended is success.
+        """
+
+
 class Backend(Protocol):
     """One implementation of the API, started once per worker rank."""
 
@@ -47,8 +67,10 @@ class Backend(Protocol):
     has_reservations: bool
     """Whether blocks can be set aside for a peer's pushes, an extension of the API. Without them
     P names D's blocks, and writes them until it says that it does not."""
-    can_transfer_layers: bool
-    """Whether ``transfer_layers`` takes these tensors."""
+
+    @property
+    def layer_transfers(self) -> LayerTransfers | None:
+        """For the tensors at hand; None where blocks are pushed a layer at a time."""
 
     @property
     def can_push(self) -> bool:
@@ -88,22 +110,6 @@ class Backend(Protocol):
 
     def on_link(self, cluster_id: int) -> AbstractContextManager[None]:
         """Around a pull or a push: keeps others away from the link, where they may not be."""
-
-    def transfer_layers(
-        self,
-        src_cache: Any,
-        dst_key: Any,
-        num_layers: int,
-        src_blocks: list[int],
-        dst_blocks: list[int],
-        wait_for_layer: Callable[[int], bool],
-    ) -> tuple[int, Any]:
-        """One ``transfer_cache_async`` of all layers to one peer, and its end.
-
-        ``wait_for_layer`` is called on a thread of the engine and may end the transfer by False.
-        Returns how many layers have arrived, all or the first ones, and the status; that of a
-        transfer which ``wait_for_layer`` has ended is success. Only without reservations.
-        """
 
     def stop(self) -> None:
         """Finalize; no transfer may run."""
@@ -196,7 +202,7 @@ class HostBackend:
     max_blocks_per_call = 2**31
     has_reservations = True
     can_push = True
-    can_transfer_layers = False
+    layer_transfers: LayerTransfers | None = None
 
     def __init__(self, config: ConnectorConfig) -> None:
         self.api: Any = load_api(config.engine)
@@ -255,9 +261,6 @@ class HostBackend:
     def on_link(self, cluster_id: int) -> AbstractContextManager[None]:
         """The engine orders the calls of a link by itself."""
         return contextlib.nullcontext()
-
-    def transfer_layers(self, *args: Any) -> tuple[int, Any]:
-        raise NotImplementedError("the host engine's transfers go by reservation")
 
     def stop(self) -> None:
         self._datadist.finalize()

@@ -219,7 +219,7 @@ class DataDistEngine:
     def can_push_layers(self, plan: CachePlan, num_blocks: int) -> bool:
         """Whether ``push_layers`` takes this cache: a layer of the API's call has two tensors."""
         return (
-            self._backend.can_transfer_layers
+            self._backend.layer_transfers is not None
             and plan.tensors_per_layer == 2
             and num_blocks <= self._backend.max_blocks_per_call
         )
@@ -240,11 +240,13 @@ class DataDistEngine:
         Raises:
             TransferTimeout, TransferError: as ``push_layer``; some layers may have arrived.
         """
+        transfers = self._backend.layer_transfers
+        assert transfers is not None, "see can_push_layers"
         key = self._api.BlocksCacheKey(peer_cluster_id, plan.model_id)
         what = f"transfer_cache_async of cache {plan.model_id} to cluster {peer_cluster_id:x}"
         try:
             with self._backend.on_link(peer_cluster_id):
-                num_arrived, status = self._backend.transfer_layers(
+                num_arrived, status = transfers.transfer_layers(
                     self._caches[plan.model_id],
                     key,
                     plan.num_layers,
