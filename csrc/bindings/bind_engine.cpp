@@ -95,11 +95,12 @@ void bind_engine(nb::module_& module) {
   engine
       .def(nb::init<uint64_t, bool, int64_t, const std::string&, uint16_t, const PoolTuple&,
                     const PoolTuple&, int64_t, uint32_t, const std::string&, const std::string&,
-                    const std::string&, uint32_t>(),
+                    const std::string&, uint32_t, bool>(),
            "cluster_id"_a, "remote_access"_a, "sync_kv_timeout_ms"_a, "listen_ip"_a,
            "listen_port"_a, "device_pool"_a = nb::none(), "host_pool"_a = nb::none(),
            "link_total_time_ms"_a = 120'000, "link_retries"_a = 1, "transport"_a = "auto",
-           "link_secret"_a = "", "nixl_library"_a = "", "staging_mib"_a = 64)
+           "link_secret"_a = "", "nixl_library"_a = "", "staging_mib"_a = 64,
+           "share_memory"_a = true)
       .def("finalize", &PyEngine::finalize, ReleaseGil())
       .def_prop_ro("listen_port", [](PyEngine& self) { return self.get().listen_port(); })
       .def("register_cache", &register_cache, "shape"_a, "element_bytes"_a, "remote_accessible"_a,

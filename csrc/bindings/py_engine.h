@@ -54,11 +54,11 @@ class PyEngine {
            const std::string& listen_ip, uint16_t listen_port, const PoolTuple& device_pool,
            const PoolTuple& host_pool, int64_t link_total_time_ms, uint32_t link_retries,
            const std::string& transport, const std::string& link_secret,
-           const std::string& nixl_library, uint32_t staging_mib)
+           const std::string& nixl_library, uint32_t staging_mib, bool share_memory)
       : engine_(std::make_unique<HostEngine>(EngineOptions{
             cluster_id, remote_access, sync_kv_timeout_ms, listen_ip, listen_port,
             to_pool(device_pool), to_pool(host_pool), link_total_time_ms, link_retries,
-            parse_transport(transport), link_secret, nixl_library, staging_mib})) {}
+            parse_transport(transport), link_secret, nixl_library, staging_mib, share_memory})) {}
 
   ~PyEngine() {
     if (engine_->foreign()) {

@@ -34,6 +34,7 @@ struct EngineOptions {
   std::string link_secret;    // callers over NIXL must know it; empty: anybody may come
   std::string nixl_library;   // path; empty: not installed
   uint32_t staging_mib = 64;  // of each link over NIXL
+  bool share_memory = true;   // false: no peer maps this process's memory; it may map theirs
 };
 
 // Layer ranges of both sides; no range means all tensors.

@@ -39,8 +39,8 @@ bool all_writable(const Intervals& wanted) {
   return subtract(wanted, merged(std::move(writable))).empty();
 }
 
-bool checked_enabled(Transport transport) {
-  if (transport == Transport::kCma || transport == Transport::kNixl) return false;
+bool checked_enabled(Transport transport, bool wanted) {
+  if (!wanted || transport == Transport::kCma || transport == Transport::kNixl) return false;
   const std::string& refusal = shared_memory_refusal();
   if (refusal.empty()) return true;
   if (transport == Transport::kShm) {
@@ -74,9 +74,10 @@ void SharedHold::release() {
   if (SharedRegions* regions = std::exchange(regions_, nullptr)) regions->release(files_);
 }
 
-SharedRegions::SharedRegions(Transport transport, std::function<void(uint64_t)> withdrawn)
+SharedRegions::SharedRegions(Transport transport, bool wanted,
+                             std::function<void(uint64_t)> withdrawn)
     : transport_(transport),
-      enabled_(checked_enabled(transport)),
+      enabled_(checked_enabled(transport, wanted)),
       withdrawn_(std::move(withdrawn)) {}
 
 // Files that others have made and that hold bytes of `wanted`.
@@ -116,9 +117,9 @@ std::shared_ptr<SharedFile> SharedRegions::create(const Intervals& wanted, Conte
 }
 
 SharedHold SharedRegions::share(const CacheLayout& layout, Contents contents) {
-  if (!enabled_) return {};
   Intervals tensors = tensors_of(layout);
   bool mapped = contents == Contents::kZero || all_writable(tensors);
+  if (!enabled_) return {*this, {}, mapped};
   // Pool pages may be smaller than the kernel's: an edge can hold another cache's bytes.
   bool edges = g_minimum < page_bytes() && contents == Contents::kKept;
   Intervals wanted =

@@ -1,5 +1,5 @@
 // The memory that this process's engine shares with its peers: for each registered cache the files
-// that hold its pages.
+// that hold its pages. An engine that shares nothing leaves all memory as it is.
 //
 // What several caches have in common is shared once, and stays shared until the last of them is
 // gone. Pieces below a minimum, and the edges of tensors that are not whole pages, are not shared;
@@ -46,11 +46,13 @@ class SharedHold {
 
 class SharedRegions {
  public:
-  // `withdrawn` is called without a lock after memory was withdrawn. Throws
-  // Error(kFeatureNotEnabled) for kShm where nothing can be shared.
-  SharedRegions(Transport transport, std::function<void(uint64_t file_id)> withdrawn);
+  // `wanted`: whether memory is shared at all, where `transport` allows it. `withdrawn` is called
+  // without a lock after memory was withdrawn. Throws Error(kFeatureNotEnabled) for kShm where
+  // nothing can be shared.
+  SharedRegions(Transport transport, bool wanted, std::function<void(uint64_t file_id)> withdrawn);
 
-  // Shares what it can of a cache's tensors, before the cache is known to anyone else. Throws
+  // Shares what it can of a cache's tensors, before the cache is known to anyone else; without any
+  // files the hold still tells whether they were mapped. Throws
   // Error(kParamInvalid or kOutOfMemory) for what kShm cannot do without.
   SharedHold share(const CacheLayout& layout, Contents contents);
 

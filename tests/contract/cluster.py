@@ -63,6 +63,7 @@ class Cluster(BulkMethods):
         backend: str | None = None,
         transport: str = "",
         share_minimum: int = 1,
+        share_memory: bool = True,
         link_secret: str = "",
         host: str = "127.0.0.1",
     ) -> None:
@@ -83,6 +84,8 @@ class Cluster(BulkMethods):
         choose_transport(config, transport)
         if link_secret:
             config.link_secret = link_secret
+        if not share_memory:
+            config.share_memory = False
         if backend is not None:
             config.transfer_backend = backend
         self.datadist = self.api.LLMDataDist(self.api.LLMRole.MIX, cluster_id)
@@ -229,6 +232,14 @@ class Cluster(BulkMethods):
         for index, window in enumerate(windows):
             window.write(pattern(seed + index, size))
         return self._register_windows(windows, blocks, block_bytes, model_id)
+
+    def add_untouched(self, blocks: int, block_bytes: int, *, model_id: int = 0) -> int:
+        """Register a blocks cache of one tensor for which the kernel has supplied no page yet."""
+        size = blocks * block_bytes
+        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self._mapped.append(memory)
+        addr = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        return self._register_windows([Window(addr, size)], blocks, block_bytes, model_id)
 
     def register_again(self, cache_id: int, *, model_id: int) -> int:
         """Register the memory of a blocks cache once more."""

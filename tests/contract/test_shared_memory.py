@@ -170,6 +170,54 @@ def test_cross_memory_attach_where_one_side_asks_for_it(
     assert ("rw-s" in local.shared_pages()) == (transports[0] == "auto")
 
 
+@pytest.fixture
+def one_sided(make_local: MakeLocal, make_peer: MakePeer) -> Pair:
+    """Makes linked clusters of which number 1, here, shares nothing."""
+
+    def make(transport: str = "auto") -> tuple[Cluster, Peer]:
+        peer = make_peer(2, transport=transport)
+        local = make_local(1, transport=transport, share_memory=False)
+        assert local.link(2, peer.listen_port).name == "LLM_SUCCESS"
+        return local, peer
+
+    return make
+
+
+@pytest.mark.parametrize("transport", ["auto", "shm"])
+def test_a_side_that_shares_nothing_maps_its_peer(one_sided: Pair, transport: str) -> None:
+    """Also for a push of the peer, which this side copies; the peer copies by other means."""
+    local, peer = one_sided(transport)
+    cache, source = local.add_blocks(4, BLOCKS, BLOCK), peer.add_blocks(4, BLOCKS, BLOCK, seed=9)
+    src, dst = [3, 1, 8, 9], [0, 2, 11, 12]
+    pieces = block_pieces(src, dst, BLOCK)
+    expected = moved(local.dump(cache), peer.dump(source), pieces)
+    peer.push_blocks(key(local, 1), source, src, dst)
+    assert local.dump(cache) == expected
+    assert set(shared(local)) == {"r--s"}
+    check_pull(local, peer, cache, source)
+    expected = moved(peer.dump(source), local.dump(cache), pieces)
+    local.push_blocks(key(local, 2), cache, src, dst)
+    assert peer.dump(source) == expected
+    assert set(shared(peer)) == {"rw-s"}
+
+
+def test_a_side_that_shares_nothing_takes_any_memory(one_sided: Pair, tmp_path: Path) -> None:
+    local, peer = one_sided("shm")
+    cache = local.add_slabs(2, BLOCKS, BLOCK, file=str(tmp_path / "pages"))
+    check_pull(local, peer, cache, peer.add_blocks(2, BLOCKS, BLOCK))
+    assert set(shared(local)) == {"r--s"}
+
+
+@pytest.mark.parametrize("share_memory", [True, False])
+def test_only_memory_that_is_shared_becomes_resident(
+    make_local: MakeLocal, share_memory: bool
+) -> None:
+    local = make_local(1, transport="auto", share_memory=share_memory)
+    before = local.resident_kib()
+    local.add_untouched(64, MIB)
+    assert (local.resident_kib() - before >= 48 << 10) == share_memory
+
+
 @pytest.mark.parametrize("transports", [("shm", "cma"), ("cma", "shm")])
 def test_shm_refuses_a_peer_that_does_not_share(
     make_local: MakeLocal, make_peer: MakePeer, transports: tuple[str, str]

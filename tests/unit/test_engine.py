@@ -97,6 +97,11 @@ def test_only_a_producer_listens(p: Side, d: Side, datadist: FakeDataDist) -> No
     assert datadist.engines[P].options["listen_ip_info"] == "127.0.0.1:0"
 
 
+def test_only_a_producer_shares_its_memory(p: Side, d: Side, datadist: FakeDataDist) -> None:
+    assert datadist.engines[P].options["share_memory"] is True
+    assert datadist.engines[D].options["share_memory"] is False
+
+
 def test_refused_link_names_peer_code_and_detail(p: Side, d: Side, datadist: FakeDataDist) -> None:
     datadist.faults(P).num_link_failures = 1
     with pytest.raises(

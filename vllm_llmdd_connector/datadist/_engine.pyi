@@ -35,6 +35,7 @@ class HostEngine:
         link_secret: str = "",  # callers over NIXL must know it; empty: anybody may come
         nixl_library: str = "",  # path; empty: not installed
         staging_mib: int = 64,
+        share_memory: bool = True,
     ) -> None: ...
     def finalize(self) -> None: ...
     @property

@@ -301,6 +301,18 @@ class LLMConfig:
         self._set("transport", transport, "llmdd.Transport", transport)
 
     @property
+    def share_memory(self) -> bool:
+        """Whether peers of this host may map registered memory; if not, it stays as it is, and they
+        copy it by cross-memory attach. Mapping theirs is not affected. An extension of the
+        vendor's API."""
+        return bool(self._values.get("share_memory", True))
+
+    @share_memory.setter
+    def share_memory(self, share_memory: bool) -> None:
+        check_type("share_memory", share_memory, bool)
+        self._set("share_memory", share_memory, "llmdd.ShareMemory", "1" if share_memory else "0")
+
+    @property
     def staging_mib(self) -> int:
         """Staging memory of each link over NIXL, in MiB. An extension of the vendor's API."""
         return int(self._values.get("staging_mib", 64))

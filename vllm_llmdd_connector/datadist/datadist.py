@@ -67,6 +67,7 @@ class _Running:
                 settings.link_secret,
                 settings.nixl_library,
                 settings.staging_mib,
+                settings.share_memory,
             )
         link_use = LinkUse()
         self.cache_manager = CacheManager(self.engine, settings.remote_access)

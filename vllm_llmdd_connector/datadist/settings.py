@@ -33,6 +33,7 @@ _LINK_RETRIES = "llm.LinkRetryCount"
 _TRANSPORT = "llmdd.Transport"
 _LINK_SECRET = "llmdd.LinkSecret"
 _STAGING = "llmdd.StagingMib"
+_SHARE_MEMORY = "llmdd.ShareMemory"
 _LINK_TIME_VARIABLE = "HCCL_CONNECT_TIMEOUT"  # the vendor's default for link()
 
 _DEFAULT_SYNC_KV_TIMEOUT_MS = 1000
@@ -66,6 +67,7 @@ class EngineSettings:
     link_secret: str  # empty: none
     nixl_library: str  # path; empty if NIXL is not installed or not wanted
     staging_mib: int  # of each link over NIXL
+    share_memory: bool  # whether peers may map this process's registered memory
     first_generation: bool = False  # KvCacheManager, else CacheManager
     may_switch_role: bool = True
 
@@ -197,6 +199,7 @@ class _Transport(TypedDict):
     link_secret: str
     nixl_library: str
     staging_mib: int
+    share_memory: bool
 
 
 def _transport(options: Mapping[str, str]) -> _Transport:
@@ -221,6 +224,7 @@ def _transport(options: Mapping[str, str]) -> _Transport:
         "link_secret": options.get(_LINK_SECRET, ""),
         "nixl_library": library,
         "staging_mib": staging_mib,
+        "share_memory": _flag(_SHARE_MEMORY, options.get(_SHARE_MEMORY, "1")),
     }
 
 

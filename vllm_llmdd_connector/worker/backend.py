@@ -80,7 +80,7 @@ class Backend(Protocol):
         """Refuse with ``ConfigError`` what cannot be registered."""
 
     def start(self, cluster_id: int, is_producer: bool) -> Any:
-        """The running ``LLMDataDist``; it listens if ``is_producer``.
+        """The running ``LLMDataDist``; it listens, and is read from, if ``is_producer``.
 
         Raises:
             ConfigError: says what to change.
@@ -222,6 +222,8 @@ class HostBackend:
         options.transport = config.transport
         options.link_secret = self.link_secret
         options.staging_mib = config.staging_mib
+        # Nobody reads from a D that is not a P, too: its KV cache need not be resident at once.
+        options.share_memory = is_producer
         if is_producer:
             options.listen_ip_info = f"{config.host}:0"
         role = api.LLMRole.PROMPT if is_producer else api.LLMRole.DECODER
