@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cerrno>
 
+#include "common/log.h"
 #include "engine/handshake_io.h"
 #include "engine/nixl_memory.h"
 #include "engine/rendezvous.h"
@@ -48,11 +49,25 @@ std::string unreachable_sentence(const Identity& self, const Welcome& welcome, c
          "directory and name it in TMPDIR";
 }
 
+// The two share a kernel but no directory, which is all that NIXL does without.
+class OutOfReach : public Error {
+ public:
+  explicit OutOfReach(const std::string& text) : Error(Status::kLinkFailed, text) {}
+};
+
+bool may_take_nixl(const Identity& self, const Welcome& welcome) {
+  return self.transport == Transport::kAuto && welcome.transport == Transport::kAuto &&
+         self.nixl->installed() && self.host.boot_id == welcome.host.boot_id;
+}
+
 UniqueFd dial_peer_socket(const Identity& self, const Welcome& welcome, const WaitLimit& limit) {
   try {
     return dial_unix(welcome.socket_path, limit);
   } catch (const Error& error) {
-    throw Error(Status::kLinkFailed, unreachable_sentence(self, welcome, error.what()));
+    std::string sentence = unreachable_sentence(self, welcome, error.what());
+    bool missing = ::access(welcome.socket_path.c_str(), F_OK) != 0 && errno == ENOENT;
+    if (missing && may_take_nixl(self, welcome)) throw OutOfReach(sentence);
+    throw Error(Status::kLinkFailed, sentence);
   }
 }
 
@@ -276,9 +291,28 @@ Greeted greet_over(const Identity& self, const Prober& prober, uint64_t cluster_
 
 Greeted greet_listener(const Identity& self, const Prober& prober, const DialTarget& target,
                        const WaitLimit& limit, const std::function<void()>& confirm) {
-  UniqueFd tcp = dial_tcp(target.ip, target.port, limit);
-  return greet_over(self, prober, target.cluster_id, std::move(tcp), limit, confirm,
-                    target.link_secret);
+  auto greet_as = [&](const Identity& caller) {
+    UniqueFd tcp = dial_tcp(target.ip, target.port, limit);
+    return greet_over(caller, prober, target.cluster_id, std::move(tcp), limit, confirm,
+                      target.link_secret);
+  };
+  std::string unreachable;
+  try {
+    return greet_as(self);
+  } catch (const OutOfReach& error) {
+    unreachable = error.what();
+  }
+  Identity caller = self;
+  caller.transport = Transport::kNixl;
+  try {
+    Greeted greeted = greet_as(caller);
+    log(LogLevel::kWarning,
+        "cluster " + std::to_string(target.cluster_id) +
+            ": the link goes over NIXL, which is slower within a host: " + unreachable);
+    return greeted;
+  } catch (const Error& error) {
+    throw Error(error.status(), unreachable + "; and over NIXL: " + error.what());
+  }
 }
 
 void greet_as_linked(const Identity& self, uint64_t cluster_id, UniqueFd connection,

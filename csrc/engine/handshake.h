@@ -27,6 +27,9 @@
 // NIXL, which trusts it. So both sides prove first that they know the listening side's secret, if
 // it has one: see docs/security.md.
 //
+// A dialling side that is set to find out, and finds no such socket on its own host (containers
+// that share no directory), dials once more as one that is set to NIXL, if it has NIXL.
+//
 // Every wait is bounded by one deadline. What arrives is hostile until checked.
 #pragma once
 
