@@ -89,7 +89,7 @@ std::optional<FetchServer::Request> FetchServer::next(bool wait) {
 void FetchServer::send(const Request& request, size_t slot) {
   size_t bytes = 0;
   try {
-    bytes = handler_.gather(request.fetch, slab_.slot(slot));
+    bytes = handler_.gather(request.fetch, slab_.slot(slot), [this] { agent_.progress(); });
   } catch (const Error& error) {
     slab_.release(slot);
     link_.reply(MessageType::kFailure, request.call_id,

@@ -15,6 +15,7 @@
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -43,9 +44,10 @@ class RequestHandler {
   // Answers with `link.reply`. WireError ends the link.
   virtual void handle(Link& link, const Frame& request) = 0;
   // Copies what a peer fetches out of registered memory to `to`, which has room for a staging slot;
-  // returns how many bytes. Throws Error(kKvCacheNotExist). Only for links over NIXL, on a thread
-  // of theirs.
-  virtual size_t gather(const Fetch& fetch, uint8_t* to) = 0;
+  // returns how many bytes. `meanwhile` is called between parts of the copy and must not wait for a
+  // peer. Throws Error(kKvCacheNotExist). Only for links over NIXL, on a thread of theirs.
+  virtual size_t gather(const Fetch& fetch, uint8_t* to,
+                        const std::function<void()>& meanwhile) = 0;
 };
 
 class Link {

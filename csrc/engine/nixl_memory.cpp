@@ -6,6 +6,7 @@
 
 #include "common/log.h"
 #include "engine/copy_pace.h"
+#include "engine/copy_pieces.h"
 #include "engine/link.h"
 #include "engine/plan_chunks.h"
 #include "engine/poll_pause.h"
@@ -23,14 +24,8 @@ constexpr size_t kProbeBytes = 64;
 // What a copy that was stopped has still on its way has ended by then, or the link ends.
 constexpr int64_t kDrainMs = 10'000;
 
-uint64_t bytes_of(const CopyPlan& plan) {
-  uint64_t bytes = 0;
-  for (const ByteRun& run : plan.runs) bytes += run.length;
-  return bytes * plan.src_bases.size();
-}
-
 uint64_t chunk_bytes(const CopyPlan& plan) {
-  return std::clamp<uint64_t>(bytes_of(plan) / kMostFetches, kSmallestChunk, kSlotBytes);
+  return std::clamp<uint64_t>(total_bytes(plan) / kMostFetches, kSmallestChunk, kSlotBytes);
 }
 
 Bytes fetch_message(size_t slot, const std::vector<Piece>& pieces) {
@@ -40,6 +35,21 @@ Bytes fetch_message(size_t slot, const std::vector<Piece>& pieces) {
   for (const Piece& piece : pieces) fetch.pieces.push_back({piece.src, piece.length});
   return fetch.encode();
 }
+
+// A slot whose bytes are all there. It is given back whatever becomes of them.
+class ArrivedSlot {
+ public:
+  ArrivedSlot(StagingSlab& slab, size_t slot) : slab_(slab), slot_(slot) {}
+  ArrivedSlot(const ArrivedSlot&) = delete;
+  ArrivedSlot& operator=(const ArrivedSlot&) = delete;
+  ~ArrivedSlot() { slab_.release(slot_); }
+
+  const uint8_t* data() const { return slab_.slot(slot_); }
+
+ private:
+  StagingSlab& slab_;
+  const size_t slot_;
+};
 
 }  // namespace
 
@@ -169,6 +179,7 @@ void NixlMemory::end() {
 
 void NixlMemory::copy(const CopyPlan& plan, const std::function<void()>& checkpoint) {
   if (plan.runs.empty()) return;
+  CacheMemory memory = plan.dst_mapped ? CacheMemory::kMapped : CacheMemory::kUnknown;
   PlanChunks chunks(plan, chunk_bytes(plan), kMaxPieces);
   Fetches fetches(*this);
   CopyPace pace;
@@ -182,9 +193,10 @@ void NixlMemory::copy(const CopyPlan& plan, const std::function<void()>& checkpo
       pause.pause();
       continue;
     }
+    ArrivedSlot slot(slab_, fetched->slot);
+    fetches.start(chunks);
     checkpoint();
-    pace.keep(scatter(slab_.slot(fetched->slot), fetched->pieces));
-    slab_.release(fetched->slot);
+    pace.keep(scatter(slot.data(), fetched->pieces, memory, [this] { agent_.progress(); }));
     pause.reset();
   }
   checkpoint();

@@ -27,8 +27,9 @@ void Service::handle(Link& link, const Frame& request) {
 
 // The caches are held as long as it takes to read them: what is unregistered meanwhile may be
 // unmapped right after.
-size_t Service::gather(const Fetch& fetch, uint8_t* to) {
+size_t Service::gather(const Fetch& fetch, uint8_t* to, const std::function<void()>& meanwhile) {
   std::vector<CacheUse> uses;
+  CacheMemory memory = CacheMemory::kMapped;
   std::shared_ptr<Cache> last;
   for (const Fetch::Piece& piece : fetch.pieces) {
     if (last && contains_bytes(last->layout, piece.addr, piece.length)) continue;
@@ -37,8 +38,9 @@ size_t Service::gather(const Fetch& fetch, uint8_t* to) {
       throw Error(Status::kParamInvalid, "the source cache is not remote accessible");
     }
     uses.push_back(caches_.use(last));
+    if (!last->shared.mapped()) memory = CacheMemory::kUnknown;
   }
-  return llmdd::gather(fetch.pieces, to);
+  return llmdd::gather(fetch.pieces, to, memory, meanwhile);
 }
 
 void Service::answer(Link& link, const Frame& request) {

@@ -21,7 +21,7 @@ class Service : public RequestHandler {
         remote_access_(remote_access) {}
 
   void handle(Link& link, const Frame& request) override;
-  size_t gather(const Fetch& fetch, uint8_t* to) override;
+  size_t gather(const Fetch& fetch, uint8_t* to, const std::function<void()>& meanwhile) override;
 
  private:
   void answer(Link& link, const Frame& request);
