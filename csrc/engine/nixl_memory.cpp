@@ -70,7 +70,8 @@ class NixlMemory::Fetches {
     auto abandoned = std::make_shared<std::vector<Fetching>>(
         std::make_move_iterator(fetching_.begin()), std::make_move_iterator(fetching_.end()));
     NixlMemory* memory = &memory_;
-    memory_.requests_.post([memory, abandoned] { memory->drain(std::move(*abandoned)); });
+    memory_.requests_.post([memory, abandoned] { memory->drain(std::move(*abandoned)); },
+                           RequestQueue::Order::kBesideOthers);
   }
 
   bool empty() const { return fetching_.empty(); }
@@ -159,7 +160,11 @@ bool NixlMemory::take(const Frame& request) {
   if (request.type == MessageType::kFetch) {
     server_->post(request);
   } else {
-    requests_.post([this, request] { answer(request); });
+    // A peer that pushes layer by layer sends the next before it has the answer to the last: while
+    // the end of one is on its way, the next one's first bytes are.
+    requests_.post([this, request] { answer(request); }, request.type == MessageType::kPush
+                                                             ? RequestQueue::Order::kBesideOthers
+                                                             : RequestQueue::Order::kAlone);
   }
   return true;
 }

@@ -13,8 +13,8 @@
 // source writes rather than the destination reads because over TCP that is two to three times as
 // fast, and needs no memory but the slots to be known to NIXL.
 //
-// All requests of the peer except Fetch wait their turn on one thread, so that the link's own
-// thread is free for the replies that a copy waits for.
+// All requests of the peer except Fetch wait their turn on other threads than the link's own, which
+// is free for the replies that a copy waits for. Two pushes may run at once.
 #pragma once
 
 #include <memory>
@@ -30,6 +30,9 @@
 #include "engine/staging_slab.h"
 
 namespace llmdd {
+
+// More pushes at once would not keep the network any busier.
+constexpr size_t kRequestThreads = 2;
 
 class NixlMemory final : public PeerMemory {
  public:
@@ -63,7 +66,7 @@ class NixlMemory final : public PeerMemory {
   Link* link_ = nullptr;
   RequestHandler* handler_ = nullptr;
   std::unique_ptr<FetchServer> server_;
-  RequestQueue requests_;
+  RequestQueue requests_{kRequestThreads};
 };
 
 }  // namespace llmdd

@@ -2,36 +2,47 @@
 
 namespace llmdd {
 
-void RequestQueue::post(Job job) {
+void RequestQueue::post(Job job, Order order) {
   std::lock_guard lock(mutex_);
   if (ended_) return;
-  jobs_.push_back(std::move(job));
-  if (!thread_.joinable()) thread_ = std::thread(&RequestQueue::run, this);
+  waiting_.push_back({std::move(job), order});
+  bool all_busy = running_ + waiting_.size() > threads_.size();
+  if (all_busy && threads_.size() < max_threads_) threads_.emplace_back(&RequestQueue::run, this);
   changed_.notify_one();
 }
 
 void RequestQueue::end() {
-  std::thread thread;
+  std::vector<std::thread> threads;
   {
     std::lock_guard lock(mutex_);
     ended_ = true;
-    changed_.notify_one();
-    thread.swap(thread_);
+    changed_.notify_all();
+    threads.swap(threads_);
   }
-  if (thread.joinable()) thread.join();
+  for (std::thread& thread : threads) thread.join();
+}
+
+bool RequestQueue::may_begin_locked() const {
+  if (waiting_.empty() || alone_) return false;
+  return running_ == 0 || waiting_.front().order == Order::kBesideOthers;
 }
 
 void RequestQueue::run() {
   std::unique_lock lock(mutex_);
   while (true) {
-    changed_.wait(lock, [this] { return ended_ || !jobs_.empty(); });
+    changed_.wait(lock, [this] { return ended_ || may_begin_locked(); });
     if (ended_) return;
-    Job job = std::move(jobs_.front());
-    jobs_.pop_front();
+    Waiting next = std::move(waiting_.front());
+    waiting_.pop_front();
+    alone_ = next.order == Order::kAlone;
+    ++running_;
     lock.unlock();
-    job();
-    job = nullptr;
+    next.job();
+    next.job = nullptr;
     lock.lock();
+    --running_;
+    alone_ = false;
+    changed_.notify_all();
   }
 }
 

@@ -28,6 +28,7 @@ const std::vector<Scenario> kScenarios = {
     {"engines", llmdd::test::engines_end_during_everything},
     {"caches", llmdd::test::allocated_caches_are_given_back},
     {"shares", llmdd::test::shared_memory_comes_and_goes},
+    {"queues", llmdd::test::queued_requests_keep_their_order},
     {"processes", [] { llmdd::test::processes_talk(own_program); }},
 };
 

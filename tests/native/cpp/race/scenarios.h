@@ -21,6 +21,8 @@ void engines_end_during_everything();
 void allocated_caches_are_given_back();
 // Memory that both sides have mapped is registered, copied and given up while links come and go.
 void shared_memory_comes_and_goes();
+// Requests of a link over NIXL run two at a time, or alone.
+void queued_requests_keep_their_order();
 
 // The same traffic between two processes, one of which is killed at the end.
 void processes_talk(const char* program);
