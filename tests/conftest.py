@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -60,3 +61,21 @@ def datadist(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDataDist]:
     network = install_fake_datadist(monkeypatch)
     yield network
     assert network.violations == []
+
+
+@pytest.fixture
+def log() -> Iterator[list[str]]:
+    """The connector's warnings and errors, whatever this vLLM does with them."""
+    lines: list[str] = []
+
+    class Collector(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append(record.getMessage())
+
+    logger, collector = logging.getLogger("vllm.vllm_llmdd_connector"), Collector()
+    level = logger.level
+    logger.addHandler(collector)
+    logger.setLevel(logging.WARNING)
+    yield lines
+    logger.setLevel(level)
+    logger.removeHandler(collector)

@@ -47,9 +47,14 @@ class Deadlines(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     metaserver_timeout_s: float = 30.0
     """D: how long a request that has asked a metaserver waits for a P to get in touch."""
 
+    reserve_timeout_s: float = 120.0
+    """D, push flow: from P's answer that it has the request until D has reserved blocks for it and
+    tells P so. Between the two lie P's turn, behind the prefills that are queued there, and D's own
+    wait for free blocks."""
+
     request_timeout_s: float = 60.0
-    """D: how long a request waits behind other transfers; in the push flow also its wait for P's
-    turn, and its wait for the last block once its blocks are reserved."""
+    """D: how long a request waits behind other transfers; in the push flow also its wait for the
+    last block once its blocks are reserved."""
 
     link_timeout_ms: int = 3000
     """D: one attempt to link one worker to one peer worker; there are two."""
@@ -89,6 +94,7 @@ STAGE_OPTIONS = {
     "claim": "first_contact_timeout_s",
     "announce": "first_contact_timeout_s",
     "metaserver": "metaserver_timeout_s",
+    "reserve": "reserve_timeout_s",
     "queue": "request_timeout_s",
     "link": "link_timeout_ms",
     "transfer": "sync_kv_timeout_ms",

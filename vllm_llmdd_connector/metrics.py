@@ -50,6 +50,7 @@ STAGES = (
     "handshake",
     "claim",
     "announce",
+    "reserve",
     "block map",
     "queue",
     "link",

@@ -222,6 +222,7 @@ def _spec(name: str, role: str, model: Model, digests: Path, control_port: int =
             "control_port": control_port,
             # D's engine steps without pause while it waits for a push, so on a machine of few cores
             # P may take minutes for what it computes alone in seconds.
+            "reserve_timeout_s": 240,
             "request_timeout_s": 240,
         },
     }

@@ -9,6 +9,7 @@ from typing import Any
 OPTIONS: dict[str, Any] = {
     "first_contact_timeout_s": 2.0,
     "metaserver_timeout_s": 4.0,
+    "reserve_timeout_s": 8.0,
     "request_timeout_s": 8.0,
     "link_timeout_ms": 1000,
     "sync_kv_timeout_ms": 2000,

@@ -11,7 +11,7 @@ from flow import Pair, assert_same_generation, metrics, num_open_leases
 from prompts import prompt_of
 
 FULL = {"integrity": "full"}
-PATIENT = {"first_contact_timeout_s": 60, "request_timeout_s": 300}
+PATIENT = {"first_contact_timeout_s": 60, "reserve_timeout_s": 300, "request_timeout_s": 300}
 NUM_TOKENS = 300
 
 

@@ -31,6 +31,7 @@ LONG = 2100
 LATE_S = 2.0
 OPTIONS = {
     "first_contact_timeout_s": 5,
+    "reserve_timeout_s": 30,
     "request_timeout_s": 30,
     "lease_s": 6,
     "max_lease_s": 60,

@@ -27,7 +27,11 @@ def pair(start_pair: Callable[..., Pair], model: Path) -> Pair:
         arguments=("--dtype", "float32", "--max-model-len", "4096"),
         # On a busy machine 32 prompts wait long for their turn.
         prefill={"lease_s": 60},
-        decode={"first_contact_timeout_s": 60, "request_timeout_s": 300},
+        decode={
+            "first_contact_timeout_s": 60,
+            "reserve_timeout_s": 300,
+            "request_timeout_s": 300,
+        },
         prefill_arguments=("--max-num-batched-tokens", "256"),
     )
 

@@ -34,6 +34,7 @@ EXIT_S = 90
 ARGUMENTS = ("--dtype", "float32", "--max-model-len", "4096")
 D_OPTIONS = {
     "first_contact_timeout_s": FAR_S,
+    "reserve_timeout_s": FAR_S,
     "request_timeout_s": FAR_S,
     "link_timeout_ms": FAR_S * 1000,
     "sync_kv_timeout_ms": FAR_S * 1000,

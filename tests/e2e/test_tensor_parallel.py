@@ -22,6 +22,7 @@ OPTIONS = {
     "link_timeout_ms": 20000,
     "sync_kv_timeout_ms": 5000,
     "first_contact_timeout_s": 30,
+    "reserve_timeout_s": 240,
     "request_timeout_s": 240,
     "release_timeout_s": 30,
     "lease_s": 30,

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
-import logging
 import os
 import sys
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -29,24 +27,6 @@ if importlib.util.find_spec("vllm") is not None:
         import harness  # noqa: F401
 else:
     collect_ignore_glob = ["test_*.py"]
-
-
-@pytest.fixture
-def log() -> Iterator[list[str]]:
-    """The connector's warnings and errors, whatever this vLLM does with them."""
-    lines: list[str] = []
-
-    class Collector(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            lines.append(record.getMessage())
-
-    logger, collector = logging.getLogger("vllm.vllm_llmdd_connector"), Collector()
-    level = logger.level
-    logger.addHandler(collector)
-    logger.setLevel(logging.WARNING)
-    yield lines
-    logger.setLevel(level)
-    logger.removeHandler(collector)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

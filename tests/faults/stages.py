@@ -25,6 +25,7 @@ from vllm_llmdd_connector.control.messages import (
     Gone,
     Grant,
     Hello,
+    Queued,
     Reject,
     Release,
     ReleaseAck,
@@ -45,6 +46,10 @@ class Stage:
     """D has allocated blocks, so a failure ends as the policy says."""
     is_repeated: bool = True
     """D says it, or asks for it, again until it is answered."""
+    is_optional: bool = False
+    """The request goes on without it."""
+    d_first: bool = False
+    """P's leg comes when D has announced itself, so that D is told to wait for its turn."""
 
 
 STAGES = {
@@ -54,6 +59,8 @@ STAGES = {
     "claim's answer": Stage(Grant),
     "announce": Stage(Announce, is_push=True),
     "announce's answer": Stage(Admitted, is_push=True, is_repeated=False),
+    "announce's first answer": Stage(Queued, is_push=True, is_optional=True, d_first=True),
+    "turn": Stage(Admitted, is_push=True, is_repeated=False, d_first=True),
     "reserve": Stage(Reserve, is_push=True, has_blocks=True, is_repeated=False),
     "done": Stage(Done, is_push=True, has_blocks=True, is_repeated=False),
     "release": Stage(Release, has_blocks=True),
@@ -66,7 +73,7 @@ def refused(wire: Wire, message: AnyMessage) -> list[AnyMessage]:
     match message:
         case Welcome():
             return [Reject(reason="scripted")]
-        case Grant() | Admitted():
+        case Grant() | Queued() | Admitted():
             return [Gone(claim_id=message.claim_id, reason="scripted")]
         case Done():
             return [
@@ -97,9 +104,11 @@ class Scene:
     def result(self) -> Result:
         return self.pair.d.results[self.request_id]
 
-    def start(self, is_push: bool) -> None:
+    def start(self, is_push: bool, d_first: bool = False) -> None:
         pair = self.pair
-        if is_push:
+        if d_first:
+            self.request_id = pair.push_after_announcement(PROMPT)
+        elif is_push:
             self.request_id = pair.push(PROMPT)
         else:
             self.request_id = pair.decode(PROMPT, pair.params(PROMPT))
@@ -107,7 +116,7 @@ class Scene:
     def strike(self, stage: Stage, fault: Fault, until_limit: bool) -> None:
         """The fault is there before the request, which ends by itself or by its limit."""
         self.wire.let(stage.kind, fault)
-        self.start(stage.is_push)
+        self.start(stage.is_push, stage.d_first)
         self.pair.run_until(self.wire.seen.is_set)
         if until_limit:
             self.pair.run_until(self.ends_by_its_limits)
@@ -116,7 +125,7 @@ class Scene:
     def stop_p(self, stage: Stage) -> None:
         """P stands still at the stage: D hears nothing more of it."""
         self.wire.let(stage.kind, cut)
-        self.start(stage.is_push)
+        self.start(stage.is_push, stage.d_first)
         self.pair.run_until(self.wire.seen.is_set)
 
     def ends_by_its_limits(self) -> bool:

@@ -23,6 +23,32 @@ def assert_failed_by_policy(pair: Pair, prompt: list[int], result: Result) -> No
         assert (result.finish_reason, result.tokens) == ("error", [])
 
 
+def start_queued(pair: Pair, prompt: list[int]) -> tuple[str, str]:
+    """Both legs, as far as D knows that P has the request; returns D's and P's.
+
+    P takes no step: its turn has not come.
+    """
+    transfer_id = pair.new_transfer(prompt)
+    request_id = pair.push_d(prompt, transfer_id)
+    at_p = pair.push_p(prompt, transfer_id)
+    pair.d.run_until(lambda: is_queued(pair, request_id))
+    return request_id, at_p
+
+
+def is_queued(pair: Pair, request_id: str) -> bool:
+    """Whether P has said that it has the request."""
+    return bool(entry_of(pair, request_id).limit == "reserve_timeout_s")
+
+
+def is_invited(pair: Pair, request_id: str) -> bool:
+    return entry_of(pair, request_id).offer is not None
+
+
+def entry_of(pair: Pair, request_id: str) -> Any:
+    """What D's scheduler side knows of a request."""
+    return pair.d.connector._scheduler._consumer._requests[request_id]
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 class TestPushFails:
     @pytest.mark.parametrize("at_layer", [0, 3])
@@ -154,6 +180,62 @@ class TestNobodyComes:
         pair.p_clock.advance(31)
         pair.finish()
         assert pair.network.pushes == []
+
+    def test_p_s_turn_never(self, make_pair: MakePair) -> None:
+        """P has the request and works on others. D ends its wait by itself; P then computes for
+        nobody and holds nothing."""
+        clock = FakeClock()
+        pair = make_pair(d_clock=clock)
+        prompt = prompt_of(70)
+        request_id, at_p = start_queued(pair, prompt)
+        clock.advance(119)
+        pair.d.step()
+        assert pair.status(request_id) == "WAITING"
+        clock.advance(1.1)
+        assert pair.is_right(prompt, pair.d.run(request_id)[0])
+        pair.d.drain()
+        pair.p.run(at_p)
+        pair.finish()
+        assert counts(pair.d)["failed at reserve"] == 1
+        assert counts(pair.p).get("leases_expired", 0) == 0
+        assert pair.network.pushes == []
+
+    def test_p_s_turn_too_late_for_one_d_request_of_two(self, make_pair: MakePair) -> None:
+        """P keeps the prompt for the other one, which came later."""
+        clock = FakeClock()
+        pair = make_pair(d_clock=clock)
+        prompt = prompt_of(70)
+        first, at_p = start_queued(pair, prompt)
+        clock.advance(60)
+        second = pair.push_d(prompt, FIRST)
+        pair.d.run_until(lambda: is_queued(pair, second))
+        clock.advance(61)
+        assert pair.is_right(prompt, pair.d.run(first)[0])
+        pair.run_until(lambda: len(pair.handovers.of_request(at_p).suitors) == 1)
+        assert pair.is_right(prompt, pair.run(second)[0])
+        pair.finish()
+        assert counts(pair.d)["failed at reserve"] == 1
+        assert counts(pair.p)["leases_released"] == 1
+
+    def test_blocks_at_d_never(self, make_pair: MakePair) -> None:
+        """D's cache is full of a long answer. P, which has computed the prompt, is told."""
+        clock = FakeClock()
+        pair = make_pair(d_clock=clock, d={"num_blocks": 10, "max_model_len": 144})
+        local, prompt = prompt_of(60, 2), prompt_of(70)
+        long = pair.decode(local, None, max_tokens=60)
+        pair.d.run_until(lambda: len(pair.d.results[long].tokens) >= 20)
+        request_id = pair.push(prompt)
+        pair.run_until(lambda: is_invited(pair, request_id))
+        pair.run_until(lambda: not pair.p.has_work)
+        assert pair.p.free_blocks() < pair.p.initial_free_blocks
+        assert not pair.d.results[long].finished
+        clock.advance(120)
+        pair.d.step()
+        pair.run_until(lambda: pair.p.free_blocks() == pair.p.initial_free_blocks)
+        for ended, its in ((long, local), (request_id, prompt)):
+            assert pair.is_right(its, pair.d.run(ended)[0])
+        pair.finish()
+        assert counts(pair.d)["failed at reserve"] == 1
 
     @pytest.mark.parametrize("policy", POLICIES)
     def test_the_lease_expires_while_the_push_is_held(

@@ -33,6 +33,7 @@ NUM_BLOCKS = 640
 MAX_RUNNING = 8
 OPTIONS: dict[str, Any] = {
     "first_contact_timeout_s": 1.0,
+    "reserve_timeout_s": 2.5,
     "request_timeout_s": 2.5,
     "link_timeout_ms": 400,
     "sync_kv_timeout_ms": 600,

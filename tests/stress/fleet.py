@@ -59,6 +59,7 @@ class Fleet:
         self._control_port = free_port()
         common = {
             "first_contact_timeout_s": times.first_contact,
+            "reserve_timeout_s": times.request,
             "request_timeout_s": times.request,
         }
         own = {"control_port": self._control_port, "lease_s": times.lease}

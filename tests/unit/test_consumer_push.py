@@ -11,9 +11,12 @@ from fakes.clock import FakeClock
 from fakes.decoder import BLOCKS, FIRST_CONTACT_S, PROMPT, Decoder
 from fakes.requests import make_request
 
+from vllm_llmdd_connector.config import ConnectorConfig
 from vllm_llmdd_connector.metadata import PullJob, ReceiveJob
 from vllm_llmdd_connector.params import Ticket
 from vllm_llmdd_connector.scheduler.block_map import WantedBlocks
+
+RESERVE_S = ConnectorConfig().reserve_timeout_s
 
 
 @pytest.fixture
@@ -141,16 +144,72 @@ class TestDeadline:
         assert decoder.control.drops == [decoder.control.last_claim]
         assert decoder.figures()[1] == {"announce": 1}
 
-    def test_queued_request_waits_longer_but_not_for_ever(self, decoder: Decoder) -> None:
+    def test_queued_request_waits_longer_but_not_for_ever(
+        self, decoder: Decoder, log: list[str]
+    ) -> None:
         request = decoder.announced()
         decoder.clock.advance(FIRST_CONTACT_S / 2)
         decoder.control.queue(decoder.control.last_claim)
         assert decoder.ask(request) == (None, False)
-        decoder.clock.advance(decoder.config.request_timeout_s - 0.001)
+        decoder.clock.advance(RESERVE_S - 0.001)
         assert decoder.ask(request) == (None, False)
         decoder.clock.advance(0.001)
         assert decoder.ask(request) == (0, False)
         assert decoder.control.drops == [decoder.control.last_claim]
+        assert decoder.figures()[1] == {"reserve": 1}
+        assert "its turn at P did not come within 120 s (raise reserve_timeout_s)" in log[-1]
+
+    def test_word_that_it_is_still_queued_prolongs_nothing(self, decoder: Decoder) -> None:
+        """P answers each announcement, and a network may double an answer."""
+        request = decoder.announced()
+        for _ in range(2):
+            decoder.control.queue(decoder.control.last_claim)
+            assert decoder.ask(request) == (None, False)
+            decoder.clock.advance(RESERVE_S / 2)
+        assert decoder.ask(request) == (0, False)
+
+    @pytest.mark.parametrize("was_queued", [False, True])
+    def test_invited_request_waits_for_blocks_but_not_for_ever(
+        self, decoder: Decoder, log: list[str], was_queued: bool
+    ) -> None:
+        """P may hold its prompt back until D has blocks; P's turn and they share one limit."""
+        request = decoder.announced()
+        waited_s = 0.0
+        if was_queued:
+            waited_s = RESERVE_S / 2
+            decoder.control.queue(decoder.control.last_claim)
+            decoder.ask(request)
+            decoder.clock.advance(waited_s)
+        decoder.control.invite(decoder.control.last_claim)
+        assert decoder.ask(request) == (39, True)
+        decoder.clock.advance(RESERVE_S - waited_s - 0.001)
+        assert decoder.ask(request) == (39, True)
+        decoder.clock.advance(0.001)
+        assert decoder.ask(request) == (0, False)
+        assert decoder.control.drops == [decoder.control.last_claim]
+        assert decoder.figures()[1] == {"reserve": 1}
+        assert "free blocks here did not come within 120 s (raise reserve_timeout_s)" in log[-1]
+        decoder.consumer.on_allocated("r", BLOCKS, 0)
+        assert decoder.step().is_empty
+        assert decoder.control.with_blocks == []
+
+    def test_reserved_request_has_the_limit_of_its_transfer_only(self, decoder: Decoder) -> None:
+        receiving(decoder)
+        decoder.clock.advance(2 * RESERVE_S)
+        assert decoder.step().is_empty
+        decoder.consumer.on_received({"r"})
+        assert decoder.control.drops == []
+
+    def test_granted_request_waits_for_blocks_as_long_as_p_holds_its_own(
+        self, decoder: Decoder
+    ) -> None:
+        request = decoder.announced()
+        decoder.control.queue(decoder.control.last_claim)
+        assert decoder.ask(request) == (None, False)
+        decoder.control.grant(decoder.control.last_claim)
+        decoder.clock.advance(2 * RESERVE_S)
+        assert decoder.ask(request) == (39, True)
+        assert decoder.control.drops == []
 
     def test_queued_request_can_be_invited_and_granted(self, decoder: Decoder) -> None:
         first, second = decoder.announced("r1"), decoder.announced("r2")

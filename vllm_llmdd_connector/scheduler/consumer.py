@@ -10,7 +10,6 @@ after its load, or reschedules after a failure, is computed locally.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from msgspec.structs import replace
@@ -26,21 +25,16 @@ from vllm_llmdd_connector.metrics import TransferStats
 from vllm_llmdd_connector.params import AnyTicket, Appointment, wants_remote_prefill
 from vllm_llmdd_connector.scheduler.admission import check_ticket, checked_metaserver, ticket_of
 from vllm_llmdd_connector.scheduler.block_map import NULL_BLOCK
+from vllm_llmdd_connector.scheduler.consumer_request import OPEN, UNANSWERED, ConsumerRequest
 from vllm_llmdd_connector.scheduler.jobs import JobOrder, pull_job, receive_job
-from vllm_llmdd_connector.scheduler.request_state import REQUEST, RequestEvent, RequestState
+from vllm_llmdd_connector.scheduler.request_state import RequestEvent, RequestState
 from vllm_llmdd_connector.scheduler.summons import Answered, Knocked, SummonsTable
 from vllm_llmdd_connector.scheduler.turns import Turns
-from vllm_llmdd_connector.states import next_state
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 logger = get_logger(__name__)
-
-
-_UNANSWERED = frozenset({RequestState.SUMMONING, RequestState.CLAIMING})
-_OPEN = _UNANSWERED | {RequestState.MATCHED}
-"""Nothing has been decided about the request's blocks yet."""
 
 
 class Control(Protocol):
@@ -52,26 +46,6 @@ class Control(Protocol):
     def drop(self, claim_id: int, ticket: AnyTicket, deadline_s: float) -> None: ...
     def finish(self, claim_id: int, ticket: AnyTicket) -> None: ...
     def take_outcomes(self) -> list[Outcome]: ...
-
-
-@dataclass(slots=True)
-class ConsumerRequest:
-    """One request at D that came with a ticket."""
-
-    request_id: str
-    ticket: AnyTicket
-    claim_id: int
-    state: RequestState
-    deadline_s: float = 0.0
-    """Of the next answer: a P's knock, or the answer to the claim."""
-    limit: str = ""
-    """The option that ``deadline_s`` comes from."""
-    offer: Granted | Invited | None = None
-    num_local_tokens: int = 0
-    """D's local prefix hit when vLLM last asked."""
-
-    def on(self, event: RequestEvent) -> None:
-        self.state = next_state(REQUEST, self.state, event)
 
 
 class Consumer:
@@ -113,13 +87,12 @@ class Consumer:
         if entry is None:
             return 0, False
         self._apply_outcomes()
-        if entry.state in _UNANSWERED:
-            if self._clock() < entry.deadline_s:
-                return None, False
-            # Its answer may still be on the way, and would be renewed for nobody.
+        if entry.is_late(self._clock()):
+            # P's answer may still be on the way, and would be renewed for nobody.
             self._drop(entry)
-            reason = f"P did not answer {self._config.within(entry.limit)}"
-            self._fall_back(entry, _stage(entry), reason)
+            self._fall_back(entry, *entry.lateness(self._config))
+        if entry.state in UNANSWERED:
+            return None, False
         if self._turns.must_pass(request.request_id):
             return None, False
         self._turns.on_asked(request.request_id)
@@ -143,7 +116,7 @@ class Consumer:
     def is_open(self, request_id: str) -> bool:
         """Whether an allocation for this request still decides about its remote blocks."""
         entry = self._requests.get(request_id)
-        return entry is not None and entry.state in _OPEN
+        return entry is not None and entry.state in OPEN
 
     def on_allocated(
         self, request_id: str, block_ids: Sequence[Sequence[int]], num_external_tokens: int
@@ -151,7 +124,7 @@ class Consumer:
         """vLLM allocated blocks: fetch into them, or tell P that nothing is needed."""
         self.on_placed(request_id)
         entry = self._requests.get(request_id)
-        if entry is None or entry.state not in _OPEN:
+        if entry is None or entry.state not in OPEN:
             return
         if num_external_tokens <= 0 or entry.offer is None:
             self._give_up_claim(entry)
@@ -216,7 +189,7 @@ class Consumer:
         self._by_claim.pop(entry.claim_id, None)
         if entry.state is RequestState.RECEIVING:
             self._cancels[entry.request_id] = ""
-        if entry.state in _OPEN or entry.state is RequestState.RECEIVING:
+        if entry.state in OPEN or entry.state is RequestState.RECEIVING:
             self._drop(entry)
         if self._summons is not None:
             self._summons.end(entry.ticket.transfer_id)
@@ -253,18 +226,13 @@ class Consumer:
         return entry
 
     def _claim(self, entry: ConsumerRequest) -> None:
-        self._await(entry, "first_contact_timeout_s")
+        entry.wait("first_contact_timeout_s", self._config, self._clock())
         self._control.claim(entry.claim_id, entry.ticket, entry.deadline_s)
 
     def _summon(self, entry: ConsumerRequest, url: str) -> None:
         assert self._summons is not None, "a consumer that knows metaservers"
-        self._await(entry, "metaserver_timeout_s")
+        entry.wait("metaserver_timeout_s", self._config, self._clock())
         self._summons.ask(entry.request_id, entry.ticket.transfer_id, url)
-
-    def _await(self, entry: ConsumerRequest, limit: str) -> None:
-        """An answer is expected for as long as the option ``limit`` says."""
-        entry.limit = limit
-        entry.deadline_s = self._clock() + getattr(self._config, limit)
 
     def _release_rejected(self, request: "Request") -> None:
         """D's frontend refused the request: it comes only to be aborted, with a placeholder
@@ -307,8 +275,8 @@ class Consumer:
             case Answered(failure="") if entry.state is RequestState.SUMMONING:
                 # P has finished: what it had to say is here or on its way.
                 if self._clock() + self._config.first_contact_timeout_s < entry.deadline_s:
-                    self._await(entry, "first_contact_timeout_s")
-            case Answered() if event.failure and entry.state in _OPEN:
+                    entry.wait("first_contact_timeout_s", self._config, self._clock())
+            case Answered() if event.failure and entry.state in OPEN:
                 self._drop(entry)
                 self._fall_back(entry, "metaserver", event.failure)
 
@@ -317,8 +285,8 @@ class Consumer:
             case Granted() | Invited() if entry.state is RequestState.CLAIMING:
                 self._on_offer(entry, outcome)
             case InQueue() if entry.state is RequestState.CLAIMING:
-                self._await(entry, "request_timeout_s")
-            case Refused() if entry.state in _OPEN:
+                entry.wait_for_reservation(self._config, self._clock())
+            case Refused() if entry.state in OPEN:
                 self._fall_back(entry, outcome.stage, outcome.reason)
             case Refused() if isinstance(entry.offer, Invited):
                 # Its blocks are reserved for a push that will not come, or cannot be confirmed.
@@ -330,13 +298,15 @@ class Consumer:
             if not is_allowed_peer(worker.host, self._config.allowed_peers):
                 reason = f"its worker {worker.host} is not in allowed_peers"
                 self._drop(entry)
-                self._fall_back(entry, _stage(entry), reason)
+                self._fall_back(entry, entry.stage, reason)
                 return
         if isinstance(offer, Granted) and self._lacks_needed_block(entry, offer):
             self._drop(entry)
             self._fall_back(entry, "block map", "P's sliding window has left a block needed here")
             return
         entry.offer = offer
+        if isinstance(offer, Invited):
+            entry.wait_for_reservation(self._config, self._clock())
         entry.on(RequestEvent.OFFERED)
 
     def _lacks_needed_block(self, entry: ConsumerRequest, granted: Granted) -> bool:
@@ -375,9 +345,3 @@ class Consumer:
             return
         deadline_s = self._clock() + self._config.first_contact_timeout_s
         self._control.drop(entry.claim_id, entry.ticket, deadline_s)
-
-
-def _stage(entry: ConsumerRequest) -> str:
-    if entry.state is RequestState.SUMMONING:
-        return "metaserver"
-    return "announce" if isinstance(entry.ticket, Appointment) else "claim"
