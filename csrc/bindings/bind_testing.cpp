@@ -15,6 +15,7 @@
 #include "engine/messages.h"
 #include "engine/prober.h"
 #include "model/block_runs.h"
+#include "shm/memory_limit.h"
 #include "shm/shared_regions.h"
 
 namespace nb = nanobind;
@@ -140,6 +141,8 @@ void bind_testing(nb::module_& module) {
               "The smallest piece of memory that is shared with peers; 0 is the usual one.");
   testing.def("limit_shared_memory", &limit_shared_memory, "bytes"_a,
               "The system has no more for one file of shared memory; 0 ends that.");
+  testing.def("memory_headroom", &memory_headroom, "proc"_a,
+              "Bytes that the control groups of a process leave it; `proc` is its /proc/PID.");
   testing.def("probe_sentence", &probe_sentence, "pid"_a, "error"_a);
   nb::class_<CacheTable>(testing, "CacheTable")
       .def(nb::init<>())

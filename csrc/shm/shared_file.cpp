@@ -11,6 +11,7 @@
 #include "common/socket_io.h"
 #include "shm/address_space.h"
 #include "shm/fork_guard.h"
+#include "shm/memory_limit.h"
 
 // Of newer kernels' headers.
 #ifndef MFD_NOEXEC_SEAL
@@ -24,6 +25,8 @@ namespace llmdd {
 namespace {
 
 constexpr uint64_t kPieceBytes = 32ULL << 20;
+// Left to the rest of the process, and to what others of its control group take meanwhile.
+constexpr uint64_t kReserveBytes = 32ULL << 20;
 constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_FUTURE_WRITE | F_SEAL_SEAL;
 
 std::atomic<uint64_t> g_limit{0};
@@ -122,6 +125,7 @@ class Replacement {
 
   bool move_piece(SharedRange& range, uint64_t length) {
     uint64_t limit = g_limit;
+    if (!has_room(length)) return false;
     errno = ENOMEM;
     // Memory is taken here, so that a shortage is an error and not a signal at first touch.
     if ((limit != 0 && size_ + length > limit) || !allocate(length)) return fails("fallocate");
@@ -136,6 +140,15 @@ class Replacement {
     range.length += length;
     size_ += length;
     return true;
+  }
+
+  // fallocate(2) beyond the limit of a control group is no error: the kernel kills the process.
+  bool has_room(uint64_t length) {
+    uint64_t room = memory_headroom();
+    if (room >= length + kReserveBytes) return true;
+    shortage_ = "the memory limit of its control group leaves " + std::to_string(room) +
+                " bytes, " + std::to_string(length + kReserveBytes) + " are needed";
+    return false;
   }
 
   bool allocate(uint64_t length) {

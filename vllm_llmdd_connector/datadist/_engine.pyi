@@ -228,6 +228,10 @@ class testing:
         """The system has no more for one file of shared memory; 0 ends that."""
 
     @staticmethod
+    def memory_headroom(proc: str) -> int:
+        """Bytes that the control groups of a process leave it; ``proc`` is its ``/proc/PID``."""
+
+    @staticmethod
     def probe_sentence(pid: int, error: int) -> str: ...
 
     class CacheTable:
