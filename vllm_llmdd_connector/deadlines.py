@@ -19,8 +19,10 @@ RESEND_S = 1.0
 IDLE_S = 30.0
 """A connection or thread that is kept for one peer ends after this long without work."""
 KEEPALIVE_S = 20
-"""A control connection on which nothing is said is probed after so long, and as often; the peer is
-lost with the third probe that is not answered."""
+"""A control connection on which nothing is said is probed after so long, and as often."""
+KEEPALIVE_PROBES = 3
+"""The peer is lost when so many are not answered, and when what is sent to it is not acknowledged
+for as long as that takes."""
 PEER_IDLE_S = 600.0
 """D ends a thread and link that no request has used for so long; the next one makes them anew."""
 SWEEP_S = 1.0

@@ -6,80 +6,27 @@ TCP, and a transfer counts only if the bytes were seen on the veth.
 
 from __future__ import annotations
 
-import os
 import random
-import shutil
-import subprocess
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import pytest
 from contract.memory import block_pieces, moved
 from contract.nixl_pair import needs_nixl
 from contract.peer import Peer
+from fakes.netns import NEEDS_NAMESPACES, Namespace, joined_namespaces
 
 from vllm_llmdd_connector.datadist import BlocksCacheKey
 
 BLOCKS, BLOCK_BYTES, TENSORS = 256, 16384, 4
 
 
-def run(*command: str) -> str:
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
-
-
-def can_make_namespaces() -> bool:
-    if os.geteuid() != 0 or shutil.which("ip") is None:
-        return False
-    name = f"llmdd-try-{os.getpid()}"
-    if subprocess.run(["ip", "netns", "add", name], capture_output=True, check=False).returncode:
-        return False
-    run("ip", "netns", "delete", name)
-    return True
-
-
-pytestmark = [
-    needs_nixl,
-    pytest.mark.skipif(
-        not can_make_namespaces(), reason="network namespaces need root and iproute2's ip"
-    ),
-]
-
-
-@dataclass(frozen=True)
-class Namespace:
-    name: str
-    ip: str
-
-    def peer(self) -> Peer:
-        return Peer("ip", "netns", "exec", self.name)
-
-    def received_bytes(self) -> int:
-        path = "/sys/class/net/veth/statistics/rx_bytes"
-        return int(run("ip", "netns", "exec", self.name, "cat", path))
+pytestmark = [needs_nixl, NEEDS_NAMESPACES]
 
 
 @pytest.fixture
 def namespaces() -> Iterator[tuple[Namespace, Namespace]]:
-    sides = [Namespace(f"llmdd-{os.getpid()}-{n}", f"10.211.7.{n}") for n in (1, 2)]
-    made: list[Namespace] = []
-    try:
-        for side in sides:
-            run("ip", "netns", "add", side.name)
-            made.append(side)
-        first, second = sides
-        run(
-            *("ip", "link", "add", "veth", "netns", first.name, "type", "veth"),
-            *("peer", "name", "veth", "netns", second.name),
-        )
-        for side in sides:
-            inside = ("ip", "-n", side.name)
-            run(*inside, "addr", "add", f"{side.ip}/24", "dev", "veth")
-            run(*inside, "link", "set", "veth", "up")
-            run(*inside, "link", "set", "lo", "up")
-        yield first, second
-    finally:
-        for side in made:
-            run("ip", "netns", "delete", side.name)
+    with joined_namespaces() as sides:
+        yield sides
 
 
 @pytest.fixture
@@ -91,7 +38,7 @@ def engines(
     peers: list[Peer] = []
     try:
         for number, side in enumerate(namespaces, 1):
-            peers.append(side.peer())
+            peers.append(Peer(*side.inside))
             peers[-1].create(number, transport="nixl", host=side.ip)
         first, second = peers
         status = first.link(2, second.listen_port, host=namespaces[1].ip)

@@ -25,7 +25,7 @@ from vllm_llmdd_connector.control.messages import (
     encode,
 )
 from vllm_llmdd_connector.control.ports import describe_holder
-from vllm_llmdd_connector.deadlines import KEEPALIVE_S
+from vllm_llmdd_connector.deadlines import KEEPALIVE_PROBES, KEEPALIVE_S
 from vllm_llmdd_connector.errors import ConfigError, LinkError, RemoteProtocolError
 from vllm_llmdd_connector.log import get_logger
 
@@ -105,14 +105,19 @@ def tcp_url(host: str, port: int) -> str:
     return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 
 
-def _bounded(socket: zmq.Socket[bytes], host: str, max_bytes: int) -> zmq.Socket[bytes]:
+def _bounded(
+    socket: zmq.Socket[bytes], host: str, max_bytes: int, keepalive_s: int
+) -> zmq.Socket[bytes]:
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.MAXMSGSIZE, max_bytes)
     # A machine that went away without a word is noticed where nothing is being sent, too.
     socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
-    socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, KEEPALIVE_S)
-    socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, KEEPALIVE_S)
-    socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, 3)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, keepalive_s)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, keepalive_s)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, KEEPALIVE_PROBES)
+    # While something is sent that nobody acknowledges, TCP does not probe but sends it again, for
+    # a quarter of an hour by itself.
+    socket.setsockopt(zmq.TCP_MAXRT, 1000 * keepalive_s * (1 + KEEPALIVE_PROBES))
     if ":" in host:
         socket.setsockopt(zmq.IPV6, 1)
     return socket
@@ -139,9 +144,10 @@ class Server:
         port: int,
         count_junk: Callable[[], None],
         keys: KeySet | None = None,
+        keepalive_s: int = KEEPALIVE_S,
     ) -> None:
         """``count_junk``: told of each message or connection that was not taken. Without ``keys``
-        everybody who reaches the port may talk.
+        everybody who reaches the port may talk. ``keepalive_s`` as ``KEEPALIVE_S``.
 
         Raises:
             ConfigError: the port is taken, or the address is not of this machine.
@@ -151,7 +157,9 @@ class Server:
         self._limit = RateLimit()
         self._warned: set[str] = set()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._socket = _bounded(self._context.socket(zmq.ROUTER), host, MAX_REQUEST_BYTES)
+        self._socket = _bounded(
+            self._context.socket(zmq.ROUTER), host, MAX_REQUEST_BYTES, keepalive_s
+        )
         self._gatekeeper: Gatekeeper | None = None
         if keys is not None:
             self._gatekeeper = Gatekeeper(self._context, self._socket, keys)
@@ -297,14 +305,17 @@ class Dialer:
         host: str,
         port: int,
         keys: KeySet | None = None,
+        keepalive_s: int = KEEPALIVE_S,
     ) -> None:
-        """With ``keys`` only a server of the same set is talked to."""
+        """With ``keys`` only a server of the same set is talked to. ``keepalive_s`` as
+        ``KEEPALIVE_S``: a peer whose machine vanishes is lost after four times that."""
         self.address = (host, port)
         self._has_more = False
         self._limit = RateLimit()
         self._is_refused = False
         try:
-            self.socket = _bounded(context.socket(zmq.DEALER), host, MAX_MESSAGE_BYTES)
+            dealer = context.socket(zmq.DEALER)
+            self.socket = _bounded(dealer, host, MAX_MESSAGE_BYTES, keepalive_s)
         except zmq.ZMQError as error:
             raise LinkError(f"cannot dial {host}:{port}: {error}") from None
         if keys is not None:
