@@ -223,10 +223,11 @@ void HostEngine::greet(UniqueFd tcp, int stop_fd, std::atomic<bool>& heard) {
 }
 
 void HostEngine::file(Greeted greeted) {
-  links_.reap();
   auto link = std::make_shared<Link>(std::move(greeted), service_,
                                      encode_frame(MessageType::kVerdict, 0, Outcome{}.encode()));
   links_.accept(link);
+  // After those have left the table whose peers have died, so that it keeps nothing of them.
+  links_.reap();
   link->start();
   note_linked(greeted.cluster_id, "linked by the peer");
 }

@@ -26,10 +26,16 @@ from vllm_llmdd_connector.control.messages import (
     raw_fingerprint,
 )
 from vllm_llmdd_connector.layout.groups import Group
-from vllm_llmdd_connector.metadata import PullJob, StepMessage, WorkerReport
+from vllm_llmdd_connector.metadata import (
+    PrefillChunk,
+    PullJob,
+    ReceiveJob,
+    StepMessage,
+    WorkerReport,
+)
 from vllm_llmdd_connector.metrics import TransferStats
 from vllm_llmdd_connector.params import read_ticket
-from vllm_llmdd_connector.scheduler.block_map import GroupBlocks
+from vllm_llmdd_connector.scheduler.block_map import GroupBlocks, WantedBlocks
 from vllm_llmdd_connector.scheduler.producer import Producer
 from vllm_llmdd_connector.scheduler.producer_control import ProducerControl
 from vllm_llmdd_connector.worker.worker import WorkerConnector
@@ -47,7 +53,8 @@ class FullAttentionSpec:
 class Rank:
     """One worker with two layers; every byte of block ``b`` is ``fill + b``."""
 
-    def __init__(self, kv_role: str, fill: int, **options: Any) -> None:
+    def __init__(self, kv_role: str, fill: int, *, block_bytes: int = 64, **options: Any) -> None:
+        """``block_bytes``: of a block in one layer. ``options`` are the connector's."""
         transfer = SimpleNamespace(
             engine_id=kv_role,
             kv_role=kv_role,
@@ -58,7 +65,9 @@ class Rank:
         config: Any = SimpleNamespace(kv_transfer_config=transfer)
         kv_cache_config: Any = SimpleNamespace(kv_cache_groups=[group], num_blocks=NUM_BLOCKS)
         self.worker = WorkerConnector(config, kv_cache_config, ConnectorConfig(**options), 0)
-        self.caches = {name: torch.empty(NUM_BLOCKS, 64, dtype=torch.uint8) for name in "ab"}
+        self.caches = {
+            name: torch.empty(NUM_BLOCKS, block_bytes, dtype=torch.uint8) for name in "ab"
+        }
         for cache in self.caches.values():
             cache[:] = torch.arange(fill, fill + NUM_BLOCKS, dtype=torch.uint8)[:, None]
         self.worker.register_kv_caches(self.caches)
@@ -178,6 +187,12 @@ class Prefill:
             timeout_s=60.0,
         )
 
+    def push(self, number: int) -> None:
+        """Compute a prompt in blocks 1 and 2; they hold it already."""
+        chunk = PrefillChunk(f"t{number}", 1000 + number, 32, ((1, 2),), 32, num_final=(2,))
+        self.rank.step(chunks=[chunk])
+        self.rank.worker.forward_ended()
+
     def step(self) -> None:
         """A step that schedules nothing, as vLLM takes after the end of a request."""
         step = StepMessage()
@@ -193,6 +208,23 @@ class Prefill:
         """Idempotent."""
         self.server.close()
         self.rank.worker.shutdown()
+
+
+def receive_job(
+    number: int, control_port: int, endpoint: WorkerEndpoint, timeout_s: float = 60.0
+) -> ReceiveJob:
+    """An order to take the prompt of P's ``push(number)`` into blocks 5 and 4."""
+    return ReceiveJob(
+        request_id=f"d{number}",
+        transfer_id=f"t{number}",
+        claim_id=number,
+        control_address=("127.0.0.1", control_port),
+        session=1,
+        workers=(endpoint,),
+        groups=[WantedBlocks([5, 4], 0)],
+        loaded_blocks=[5, 4],
+        timeout_s=timeout_s,
+    )
 
 
 def run(d: Rank, *request_ids: str) -> None:

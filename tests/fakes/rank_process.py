@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_llmdd_connector.control.messages import AskSums, Message, WorkerEndpoint
-from vllm_llmdd_connector.metadata import PrefillChunk, PullJob
+from vllm_llmdd_connector.metadata import PullJob
 
 TESTS = Path(__file__).resolve().parents[1]
 VENDOR = TESTS / "vendor"
@@ -79,7 +79,9 @@ class Remote:
     def _open(self, fill: int, options: dict[str, Any]) -> None:
         from fakes.rank import Prefill, Rank
 
-        self.p = Prefill(Rank("kv_producer", fill, **options), **options)
+        rank = Rank("kv_producer", fill, **options)
+        options.pop("block_bytes", None)
+        self.p = Prefill(rank, **options)
         self.endpoint = self.p.rank.endpoint
 
     def reopen(self, fill: int, options: dict[str, Any]) -> WorkerEndpoint:
@@ -94,11 +96,8 @@ class Remote:
         self.p.step()
         return job
 
-    def push(self, transfer_id: str, production: int) -> None:
-        """Compute a prompt in blocks 1 and 2; they hold it already."""
-        chunk = PrefillChunk(transfer_id, production, 32, ((1, 2),), 32, num_final=(2,))
-        self.p.rank.step(chunks=[chunk])
-        self.p.rank.worker.forward_ended()
+    def push(self, number: int) -> None:
+        self.p.push(number)
 
     def control_port(self) -> int:
         """Of the scheduler side."""

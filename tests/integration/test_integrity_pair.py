@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 from fakes.clock import wait_for
 from fakes.install import vendor_importable
-from fakes.rank import Rank, run
+from fakes.rank import Rank, receive_job, run
 from fakes.rank_process import RankProcess
 
-from vllm_llmdd_connector.metadata import Job, ReceiveJob
-from vllm_llmdd_connector.scheduler.block_map import WantedBlocks
+from vllm_llmdd_connector.metadata import Job
 from vllm_llmdd_connector.worker import receive, verify
 from vllm_llmdd_connector.worker.checksum import Place
 from vllm_llmdd_connector.worker.verify import Verifier
@@ -46,23 +45,11 @@ class Pair:
             job: Job = self.p.call("hold", number)
             self.d.step(jobs=[dataclasses.replace(job, timeout_s=timeout_s)])
         else:
-            self.d.step(jobs=[self._receive(request_id, number, timeout_s)])
-            self.p.call("push", f"t{number}", 1000 + number)
+            port = self.p.call("control_port")
+            self.d.step(jobs=[receive_job(number, port, self.p.endpoint, timeout_s)])
+            self.p.call("push", number)
         run(self.d, request_id)
         return self.d.report.failed.get(request_id, "")
-
-    def _receive(self, request_id: str, number: int, timeout_s: float) -> ReceiveJob:
-        return ReceiveJob(
-            request_id=request_id,
-            transfer_id=f"t{number}",
-            claim_id=number,
-            control_address=("127.0.0.1", self.p.call("control_port")),
-            session=1,
-            workers=(self.p.endpoint,),
-            groups=[WantedBlocks(INTO, 0)],
-            loaded_blocks=INTO,
-            timeout_s=timeout_s,
-        )
 
     def counts(self) -> dict[str, int]:
         stats = self.d.worker.take_stats()
