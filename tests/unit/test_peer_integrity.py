@@ -111,7 +111,7 @@ class TestPull:
         worker.say(Sums(number=worker.next(AskSums).number, groups=right))
         assert reason_of(puller, request_id).startswith(
             "integrity: 1 of 3 checked blocks differ from P's: block 2 of the prompt "
-            "(KV cache group 0, 4)"
+            "(KV cache group 0, 4); a sum of group 0 is over 3 layers, r0 to r2; if it comes again"
         )
         counts, failures = puller.figures()
         assert (counts["integrity_checked_blocks"], counts["integrity_failed_blocks"]) == (3, 1)

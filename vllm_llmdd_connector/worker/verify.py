@@ -84,6 +84,7 @@ class Verifier:
         if len(theirs) != len(job.groups):
             return f"P sent checksums of {len(theirs)} KV cache groups, expected {len(job.groups)}"
         bad: list[str] = []
+        bad_groups: set[int] = set()
         num_checked = 0
         for index, sums in enumerate(theirs):
             group = job.groups[index]
@@ -101,6 +102,7 @@ class Verifier:
                 if own[index, position] != value:
                     block = group.dst_blocks[position - first]
                     bad.append(f"block {position} of the prompt (KV cache group {index}, {block})")
+                    bad_groups.add(index)
             num_checked += len(positions)
         self._stats.count("integrity_checked_blocks", num_checked)
         if not bad:
@@ -109,9 +111,20 @@ class Verifier:
         more = f" and {len(bad) - _MAX_NAMED} more" if len(bad) > _MAX_NAMED else ""
         return (
             f"{len(bad)} of {num_checked} checked blocks differ from P's: "
-            f"{', '.join(bad[:_MAX_NAMED])}{more}; if it comes again, test "
+            f"{', '.join(bad[:_MAX_NAMED])}{more}; "
+            f"{', '.join(map(self._summed_layers, sorted(bad_groups)))}; if it comes again, test "
             "memory and network of both machines (kv_digest names the layer)"
         )
+
+    def _summed_layers(self, group_index: int) -> str:
+        """One sum is over a block in all of them, so which of them differs is not known."""
+        layers: dict[str, None] = {}
+        for plan in self._plans:
+            if plan.group_index == group_index:
+                for region in plan.regions:
+                    layers |= dict.fromkeys(region.layers or (region.name,))
+        first, *_, last = [*layers, *layers]
+        return f"a sum of group {group_index} is over {len(layers)} layers, {first} to {last}"
 
 
 @dataclass(slots=True)
