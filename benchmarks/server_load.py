@@ -1,25 +1,28 @@
 """Servers under load: a closed loop of some requests at a time, by `vllm bench serve`.
 
-The client is a process that needs seconds to load, and some servers spin while nothing is asked. So
-the servers' processor time is sampled all along, and what counts is from the first request to the
-last answer; the client's clock and ours are the same, the monotonic one.
+The client needs ten seconds to load, so one process runs it again and again. It also prepares its
+prompts before it asks anything, and some servers spin meanwhile: their processor time is sampled
+all along, and what counts is from the first request to the last answer. The client's clock and ours
+are the same, the monotonic one.
 """
 
 from __future__ import annotations
 
 import bisect
+import contextlib
 import json
-import os
-import subprocess
 import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
+
+from bench_transfer import Process, serve
 
 if TYPE_CHECKING:
     from server_arms import Arm
@@ -41,7 +44,8 @@ class Load:
     tokens: int
     output_tokens: int
 
-    def command(self, url: str, model: Path, result: Path, seed: int) -> list[str]:
+    def words(self, url: str, model: Path, result: Path, seed: int) -> list[str]:
+        """The client's command line."""
         options = {
             "backend": "openai",
             "base-url": url,
@@ -58,9 +62,7 @@ class Load:
             "result-filename": result.name,
         }
         words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
-        vllm = str(Path(sys.executable).with_name("vllm"))
-        flags = ["--ignore-eos", "--disable-tqdm", "--save-result", "--save-detailed"]
-        return [vllm, "bench", "serve", *words, *flags]
+        return [*words, "--ignore-eos", "--disable-tqdm", "--save-result", "--save-detailed"]
 
 
 @dataclass(frozen=True)
@@ -141,27 +143,59 @@ def read_result(result: Mapping[str, Any], load: Load, log: CpuLog) -> LoadSampl
     )
 
 
-def run_load(arm: Arm, load: Load, model: Path, folder: Path, seed: int) -> LoadSample:
-    """One client's run against an arm; LoadError with the end of its log when it fails."""
-    result, output = folder / f"load-{uuid.uuid4()}.json", folder / "load.log"
-    command = load.command(arm.url, model, result, seed)
-    with arm.turn(), CpuLog(arm.cpu_s) as log, output.open("wb") as sink:
-        code = _wait(command, sink.fileno())
-    if code != 0 or not result.exists():
-        tail = output.read_text(errors="replace")[-_LOG_TAIL:]
-        raise LoadError(f"{arm.name}: vllm bench serve ended with status {code}. {tail}")
-    try:
-        return read_result(json.loads(result.read_text()), load, log)
-    except LoadError as error:
-        raise LoadError(f"{arm.name}, {load.concurrency} at a time: {error}") from error
+class Client:
+    """The other process: vLLM's client, loaded once."""
+
+    def __init__(self, log: str) -> None:
+        from vllm.benchmarks.serve import add_cli_args, main
+        from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+        self._log, self._main = Path(log), main
+        self._parser = FlexibleArgumentParser()
+        add_cli_args(self._parser)
+
+    def run(self, words: list[str]) -> None:
+        with self._log.open("w") as log, contextlib.redirect_stdout(log):
+            self._main(self._parser.parse_args(words))
 
 
-def _wait(command: Sequence[str], sink: int) -> int:
-    """Run a command; it ends with this process's wait, whatever the reason."""
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
-    with subprocess.Popen(command, stdout=sink, stderr=sink, env=environment) as process:
+class LoadClient:
+    """Our end of the client."""
+
+    def __init__(self, process: Process, folder: Path, log: Path) -> None:
+        self._process, self._folder, self._log = process, folder, log
+
+    def run(self, arm: Arm, load: Load, model: Path, seed: int) -> LoadSample:
+        """One run against an arm; LoadError with the end of the client's log when it fails."""
+        result = self._folder / f"load-{uuid.uuid4()}.json"
+        words = load.words(arm.url, model, result, seed)
+        with arm.turn(), CpuLog(arm.cpu_s) as cpu:
+            try:
+                self._process.call("run", words)
+            except (RuntimeError, EOFError) as error:
+                tail = self._log.read_text(errors="replace")[-_LOG_TAIL:]
+                raise LoadError(f"{arm.name}: vllm bench serve: {error!r}. {tail}") from error
         try:
-            return process.wait()
-        except BaseException:
-            process.terminate()
-            raise
+            return read_result(json.loads(result.read_text()), load, cpu)
+        except LoadError as error:
+            raise LoadError(f"{arm.name}, {load.concurrency} at a time: {error}") from error
+
+
+@contextlib.contextmanager
+def load_client(folder: Path) -> Iterator[LoadClient]:
+    """It is ended on exit."""
+    log = folder / "load.log"
+    log.touch()
+    process = Process(
+        str(log),
+        command=(sys.executable, str(Path(__file__).resolve())),
+        environment={"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"},
+    )
+    try:
+        yield LoadClient(process, folder, log)
+    finally:
+        process.close()
+
+
+if __name__ == "__main__":
+    serve(Connection(int(sys.argv[2])), Client)

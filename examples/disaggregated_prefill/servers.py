@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, ClassVar
 
 CPU_ENVIRONMENT: Mapping[str, str] = {
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
@@ -67,15 +67,19 @@ class ServerSpec:
     dtype: str = "bfloat16"
     cpus: str = ""
     """The processors its threads stay on, as `taskset -c` takes them; empty: any."""
+    host: str = "127.0.0.1"
+    """Where it listens for HTTP."""
+    wrapper: Sequence[str] = ()
+    """A command that runs the rest of its arguments in its place, in the same process."""
 
     def command(self, port: int) -> list[str]:
         vllm = str(Path(sys.executable).with_name("vllm"))
-        words = [vllm, "serve", str(self.model), "--host", "127.0.0.1", "--port", str(port)]
+        words = [vllm, "serve", str(self.model), "--host", self.host, "--port", str(port)]
         words += ["--dtype", self.dtype, "--enforce-eager"]
         if self.kv_transfer_config is not None:
             words += ["--kv-transfer-config", json.dumps(dict(self.kv_transfer_config))]
         pinned = ["taskset", "-c", self.cpus] if self.cpus else []
-        return [*pinned, *words, *self.arguments]
+        return [*self.wrapper, *pinned, *words, *self.arguments]
 
 
 @dataclass(frozen=True)
@@ -88,6 +92,7 @@ class ProxySpec:
     port: int = 0
     arguments: Sequence[str] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
+    host: ClassVar[str] = "127.0.0.1"
 
     def command(self, port: int) -> list[str]:
         words = [sys.executable, str(Path(__file__).with_name("proxy.py")), "--port", str(port)]
@@ -105,7 +110,7 @@ class Server:
     def __init__(self, spec: Spec, log_dir: Path) -> None:
         self.spec = spec
         self.port = spec.port or free_port()
-        self.url = f"http://127.0.0.1:{self.port}"
+        self.url = f"http://{spec.host}:{self.port}"
         self.log = log_dir / f"{spec.name}.log"
         self.ready = False
         with self.log.open("wb") as log:
