@@ -28,7 +28,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection, Pipe
@@ -130,6 +130,7 @@ class EngineSide:
     """One blocks cache per block size, all over the same memory."""
 
     transport: str
+    host = "127.0.0.1"
     threads = 1  # 0: the engine's own number
 
     def __init__(self, settings: Settings, initiator: bool, memory: Memory) -> None:
@@ -143,8 +144,7 @@ class EngineSide:
         config.enable_cache_manager = True
         config.enable_remote_cache_accessible = True
         config.sync_kv_timeout = 60_000
-        config.transport = self.transport
-        config.listen_ip_info = "127.0.0.1:0"
+        config.listen_ip_info = f"{self.host}:0"
         own_id = INITIATOR_ID if initiator else TARGET_ID
         self._datadist = datadist.LLMDataDist(datadist.LLMRole.MIX, own_id)
         self._datadist.init(config.generate_options())
@@ -158,14 +158,15 @@ class EngineSide:
                 datadist.BlocksCacheKey(own_id, model),
             )
 
-    def offer(self) -> int:
-        return self._datadist.listen_port
+    def offer(self) -> tuple[str, int]:
+        return self.host, self._datadist.listen_port
 
     def connect(self, offer: Any) -> None:
+        host, port = offer
         info = self._api.LLMClusterInfo()
         info.remote_cluster_id = TARGET_ID
-        info.append_local_ip_info("127.0.0.1", 1)
-        info.append_remote_ip_info("127.0.0.1", offer)
+        info.append_local_ip_info(self.host, 1)
+        info.append_remote_ip_info(host, port)
         status, _ = self._datadist.link_clusters([info], 20_000)
         if status != self._api.LLMStatusCode.LLM_SUCCESS:
             raise RuntimeError(self._datadist.last_link_error(TARGET_ID))
@@ -269,7 +270,8 @@ class Worker:
                 raise RuntimeError(f"block {dst} does not hold the bytes of block {src}")
 
 
-def serve(pipe: Connection) -> None:
+def serve(pipe: Connection, make: Callable[..., Any]) -> None:
+    """Obey a Process; `make` is called with what it was given to start."""
     worker: Any = None
     while True:
         try:
@@ -278,27 +280,40 @@ def serve(pipe: Connection) -> None:
             return
         try:
             if name == "start":
-                worker = Worker(*arguments)
+                worker = make(*arguments)
             pipe.send((True, None if name == "start" else getattr(worker, name)(*arguments)))
         except Exception as error:
             pipe.send((False, f"{type(error).__name__}: {error}"))
 
 
 class Process:
-    """The coordinator's end of a worker."""
+    """The coordinator's end of a worker, which `command` runs when it is told its pipe."""
 
-    def __init__(self, *start: Any) -> None:
+    def __init__(
+        self,
+        *start: Any,
+        command: Sequence[str] = (sys.executable, str(Path(__file__).resolve())),
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         self._pipe, theirs = Pipe()
         self._process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).resolve()), "--worker", str(theirs.fileno())],
+            [*command, "--worker", str(theirs.fileno())],
             pass_fds=[theirs.fileno()],
             stdout=sys.stderr,
+            env={**os.environ, **(environment or {})},
         )
         theirs.close()
         self.call("start", *start)
 
     def call(self, name: str, *arguments: Any) -> Any:
+        self.begin(name, *arguments)
+        return self.end()
+
+    def begin(self, name: str, *arguments: Any) -> None:
+        """A call whose `end` is waited for later."""
         self._pipe.send((name, arguments))
+
+    def end(self) -> Any:
         succeeded, answer = self._pipe.recv()
         if not succeeded:
             raise RuntimeError(answer)
@@ -437,6 +452,6 @@ def main(arguments: list[str]) -> None:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--worker"]:
-        serve(Connection(int(sys.argv[2])))
+        serve(Connection(int(sys.argv[2])), Worker)
     else:
         main(sys.argv[1:])

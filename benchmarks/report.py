@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 __all__ = [
+    "CANNOT_RUN",
     "Report",
     "machine",
     "paired_ratios",
@@ -28,6 +29,9 @@ __all__ = [
     "versions",
 ]
 
+CANNOT_RUN = 77
+"""Exit status of a bench that this machine has not got what is needed for, as test runners use it:
+it has said so in a sentence and written no lines."""
 _VERSIONED = ("vllm", "torch", "nixl", "vllm-llmdd-connector")
 
 
