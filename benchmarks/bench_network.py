@@ -37,7 +37,15 @@ from typing import Any
 from netns import TRANSFER_NETWORK, Side, UnavailableError, shaped_link
 from network_rate import SETTINGS, Rates, link_rates
 from report import CANNOT_RUN, Report, paired_ratios, quantiles, rate_quantiles
-from server_arms import Arm, Place, Servers, Setup, raise_on_terminate, start_arms
+from server_arms import (
+    Arm,
+    Place,
+    Servers,
+    Setup,
+    length_arguments,
+    raise_on_terminate,
+    start_arms,
+)
 from server_requests import Sample, Timed, measure, parse_lengths, read_times, shifted, time_of
 
 from vllm_llmdd_connector.datadist.nixl import find_nixl_library
@@ -69,10 +77,7 @@ class Options:
 
     def vllm_arguments(self) -> list[str]:
         longest = max(*self.lengths, WARM_UP_TOKENS) + OUTPUT_TOKENS + 1
-        return [
-            f"--max-model-len={longest}",
-            f"--max-num-batched-tokens={self.max_num_batched_tokens}",
-        ]
+        return length_arguments(longest, self.max_num_batched_tokens)
 
 
 @dataclass

@@ -35,7 +35,15 @@ from pathlib import Path
 from typing import Any
 
 from report import Report, paired_ratios, quantiles, rate_quantiles
-from server_arms import ARMS, Arm, Servers, Setup, raise_on_terminate, start_arms
+from server_arms import (
+    ARMS,
+    Arm,
+    Servers,
+    Setup,
+    length_arguments,
+    raise_on_terminate,
+    start_arms,
+)
 from server_idle import idle_windows
 from server_load import Load, LoadError, LoadSample, load_client
 from server_requests import (
@@ -78,10 +86,7 @@ class Options:
         alone = max(*self.lengths, WARM_UP_TOKENS) + self.output_tokens
         # A random prompt of vLLM's client may have some tokens more.
         longest = max(alone, 2 * LOAD_TOKENS + LOAD_OUTPUT_TOKENS) + 1
-        return [
-            f"--max-model-len={longest}",
-            f"--max-num-batched-tokens={self.max_num_batched_tokens}",
-        ]
+        return length_arguments(longest, self.max_num_batched_tokens)
 
     def measure(self, arm: Arm, num_tokens: int) -> Sample:
         return measure(arm, self.model, num_tokens, self.output_tokens)

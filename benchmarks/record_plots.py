@@ -23,6 +23,8 @@ COLOURS = {
     "memcpy": "0.45",
     "aggregated": "0.45",
     "nixl": "tab:red",
+    "nixl-push": "tab:orange",
+    "whole KV at the link's rate": "0.45",
     "nixl-transport": "tab:brown",
     "cma": "tab:blue",
     "shm": "tab:green",
@@ -92,6 +94,20 @@ def ttft(lines: Sequence[Line]) -> list[Panel]:
     return _filled([Panel("", "tokens of the prompt", "ms to the first token", series, log_y=True)])
 
 
+def network(lines: Sequence[Line]) -> list[Panel]:
+    asked = select(lines, bench="network", question="request")
+    waits = _by_arm(asked, "tokens", "ttft_ms")
+    added = _by_arm(asked, "tokens", "last_layer_to_decode_ms")
+    bound = {(line["tokens"], line["link_ms"]) for line in asked}
+    added["whole KV at the link's rate"] = sorted(bound)
+    return _filled(
+        [
+            Panel("", "tokens of the prompt", "ms to the first token", waits, log_y=True),
+            Panel("", "tokens of the prompt", "ms from P's last layer to D's step", added, True),
+        ]
+    )
+
+
 def steps(lines: Sequence[Line]) -> list[Panel]:
     idle = select(lines, bench="steps", arm="idle")
     series = _by("role", idle, "running", "step_us")
@@ -117,6 +133,7 @@ FIGURES: Mapping[str, tuple[str, Chooser]] = {
     "transfer": ("GB/s by size of block", transfer),
     "exposed": ("Exposed time by length of prompt", exposed),
     "ttft": ("Time to first token by length of prompt", ttft),
+    "network": ("First token, and what the transfer adds, over a network", network),
     "steps": ("Hooks of a step by running requests", steps),
     "links": ("Times and memory by number of links", links),
 }

@@ -197,14 +197,51 @@ def _requests(lines: Sequence[Line]) -> Iterator[str]:
     }
     if not asked:
         return
-    yield f"One request at a time, nothing else ({samples_text(asked, 'ttft_ms')}):\n"
-    rows = [
-        (f"{tokens:,} tokens, {arm}", last(asked, tokens=tokens, arm=arm))
-        for tokens in ordered(asked, "tokens")
-        for arm in values(asked, "arm")
-    ]
-    yield from _columns("prompt, arm", rows, columns)
+    yield "One request at a time, nothing else:\n"
+    yield from _columns("prompt, arm", _by_prompt(asked), {**columns, "n": "n"})
     yield from _settings(asked)
+
+
+def _by_prompt(lines: Sequence[Line]) -> list[tuple[str, Line | None]]:
+    """Requests by prompt length and arm, each with its number of samples."""
+    found = [
+        (f"{tokens:,} tokens, {arm}", last(lines, tokens=tokens, arm=arm))
+        for tokens in ordered(lines, "tokens")
+        for arm in values(lines, "arm")
+    ]
+    return [(title, line and {**line, "n": line["ttft_ms"]["n"]}) for title, line in found]
+
+
+def _network(lines: Sequence[Line]) -> Iterator[str]:
+    rates, asked = (select(lines, question=question) for question in ("link", "request"))
+    if rates:
+        yield (
+            f"A link of {rates[0]['mbit']:,} Mbit/s, {rates[0]['batch_mib']} MiB at a time "
+            f"({samples_text(rates, 'mb_per_s')}):\n"
+        )
+        columns = {"mb_per_s": "MB/s", "rate/tcp": "of the stream's"}
+        kinds = {"tcp": "TCP stream", "pull": "pull_blocks"}
+        rows = [
+            (f"{kinds[line['arm']]}, blocks of {size_text(line['block_bytes'])}", line)
+            for line in rates
+        ]
+        yield from _columns("", rows, columns)
+    if asked:
+        yield (
+            f"\nOne request at a time over it, steps of {asked[0]['max_num_batched_tokens']:,} "
+            "tokens; *of nixl's* is turn by turn:\n"
+        )
+        columns = {
+            "ttft_ms": "first token, ms",
+            "ttft/nixl": "of nixl's",
+            "link_ms": "whole KV at the stream's rate, ms",
+            "exposed_ms": "exposed, ms",
+            "last_layer_to_decode_ms": "last layer to decode, ms",
+            "last_layer_to_decode/nixl": "of nixl's",
+            "n": "n",
+        }
+        yield from _columns("prompt, arm", _by_prompt(asked), columns)
+        yield from _settings(asked)
 
 
 def _loads(lines: Sequence[Line]) -> Iterator[str]:
@@ -240,12 +277,26 @@ def _contacts(lines: Sequence[Line]) -> Iterator[str]:
             f"First token of the first request between two servers, {tokens} tokens, n 1, "
             f"and of the ones after it ({samples_text(contacts, 'warm_ms')}):\n"
         )
-        columns = {"first_contact_ms": "first, ms", "warm_ms": "later, ms"}
+        columns = {
+            "first_contact_ms": "first, ms",
+            "warm_ms": "later, ms",
+            "over_warm_ms": "difference, ms",
+        }
         yield from _columns("arm", [(line["arm"], line) for line in contacts], columns)
     if idle:
-        yield "\nProcessors that an arm's vLLM servers keep busy while nothing is asked:\n"
-        rows = [(line["arm"], line) for line in idle]
-        yield from _columns("arm", rows, {"idle_processors": "processors"})
+        yield (
+            "\nPercent of a processor while nothing is asked, of all processes of an arm's vLLM "
+            "servers, and of the threads of a worker (of P's and D's whichever has more): the main "
+            "one, and all others, among which are the connector's; *more* is turn by turn "
+            f"({samples_text(idle, 'idle_percent')}):\n"
+        )
+        columns = {
+            "idle_percent": "servers",
+            "worker_main_percent": "main thread",
+            "worker_others_percent": "other threads",
+            "others_over_aggregated_percent": "more than one server's",
+        }
+        yield from _columns("arm", [(line["arm"], line) for line in idle], columns)
 
 
 def _settings(lines: Sequence[Line]) -> Iterator[str]:
@@ -342,6 +393,7 @@ SECTIONS: Mapping[str, tuple[str, str, Section]] = {
     "transfer": ("Blocks between two processes", "transfer", _transfer),
     "exposed": ("What a request waits for", "layer_overlap", _overlap),
     "ttft": ("Real servers, one request at a time", "servers", _requests),
+    "network": ("Real servers over a network", "network", _network),
     "load": ("Real servers under load", "servers", _loads),
     "contact": ("First contact, and nothing to do", "servers", _contacts),
     "steps": ("Hooks of an engine step", "steps", _steps),

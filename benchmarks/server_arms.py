@@ -29,7 +29,17 @@ from servers import (  # noqa: E402
     raise_on_terminate,
 )
 
-__all__ = ["ARMS", "Arm", "Place", "Servers", "Setup", "ask", "raise_on_terminate", "start_arms"]
+__all__ = [
+    "ARMS",
+    "Arm",
+    "Place",
+    "Servers",
+    "Setup",
+    "ask",
+    "length_arguments",
+    "raise_on_terminate",
+    "start_arms",
+]
 
 NIXL_ARMS: Mapping[str, str] = {"nixl": "NixlConnector", "nixl-push": "NixlPushConnector"}
 ARMS = ("aggregated", "pull", "push", *NIXL_ARMS)
@@ -39,6 +49,8 @@ NIXL_EXTRA_CONFIG: Mapping[str, Any] = {"num_threads": 0}
 """The best of NixlConnector's settings that were tried, see docs/performance.md. With all of
 them its progress thread spins; no setting of the connector stops that thread."""
 _LOOPBACK = "127.0.0.1"
+_BLOCK_TOKENS = 128
+_LEAST_BLOCKS = 128
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
@@ -121,6 +133,20 @@ class Setup:
             host=place.http_host,
             wrapper=place.wrapper,
         )
+
+
+def length_arguments(longest: int, max_num_batched_tokens: int) -> list[str]:
+    """vLLM's, for requests of at most so many tokens with their answers.
+
+    A cache of four such requests is below every limit that a share of it sets (option
+    `unreserved_fraction` has the least), and leaves memory for the servers of all arms.
+    """
+    blocks = max(_LEAST_BLOCKS, 4 * -(-longest // _BLOCK_TOKENS))
+    return [
+        f"--max-model-len={longest}",
+        f"--max-num-batched-tokens={max_num_batched_tokens}",
+        f"--num-gpu-blocks-override={blocks}",
+    ]
 
 
 def start_arms(servers: Servers, setup: Setup, names: Sequence[str]) -> list[Arm]:

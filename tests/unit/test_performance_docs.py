@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import io
 import json
 import sys
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 MODULES = ("report", "record_lines", "record_tables", "record_plots", "figures", "record")
@@ -34,6 +36,12 @@ def transfer_line(arm: str, figure: str = "gb_per_s", **fields: Any) -> dict[str
 
 def server_line(arm: str, question: str, **fields: Any) -> dict[str, Any]:
     return {"bench": "servers", "arm": arm, "question": question, **fields}
+
+
+def network_line(arm: str, tokens: int = 512, **fields: Any) -> dict[str, Any]:
+    case = {"question": "request", "tokens": tokens, "mbit": 1000, "max_num_batched_tokens": 512}
+    times = {"ttft_ms": FEW, "link_ms": 94.5, "last_layer_to_decode_ms": FEW}
+    return {"bench": "network", "arm": arm, **case, **times, **fields}
 
 
 def overlap_line(arm: str, tokens: int, compute: str, exposed_ms: float) -> dict[str, Any]:
@@ -176,19 +184,48 @@ class TestTables:
             ),
         ]
         text = self.text(bench, lines)
-        assert "| 512 tokens, aggregated | 2 |  |" in text
-        assert "| 512 tokens, nixl | 2 | 2 |" in text
+        assert "| 512 tokens, aggregated | 2 |  | 3 |" in text
+        assert "| 512 tokens, nixl | 2 | 2 | 3 |" in text
         assert "`nixl` ran with num_threads=0." in text
         assert "exposed, ms" not in text
 
     def test_first_contact_and_idle(self, bench: dict[str, Any]) -> None:
         lines = [
-            server_line("pull", "contact", tokens=256, first_contact_ms=400.0, warm_ms=FEW),
-            server_line("nixl", "idle", idle_processors=1.9),
+            server_line(
+                *("pull", "contact"),
+                tokens=256,
+                first_contact_ms=400.0,
+                warm_ms=FEW,
+                over_warm_ms=398.0,
+            ),
+            server_line("aggregated", "idle", idle_percent=FEW, worker_others_percent=FEW),
+            server_line(
+                *("nixl", "idle"),
+                idle_percent={**FEW, "p50": 190.0},
+                worker_others_percent={**FEW, "p50": 99.0},
+                others_over_aggregated_percent={**FEW, "p50": 97.0},
+            ),
         ]
         text = self.text(bench, lines)
-        assert "| pull | 400 | 2 |" in text
-        assert "| nixl | 1.9 |" in text
+        assert "| pull | 400 | 2 | 398 |" in text
+        assert "| aggregated | 2 | 2 |  |" in text
+        assert "| nixl | 190 | 99 | 97 |" in text
+
+    def test_network_has_its_link_and_its_requests(self, bench: dict[str, Any]) -> None:
+        link = {"bench": "network", "question": "link", "mbit": 1000, "block_bytes": 98304}
+        link |= {"batch_mib": 48, "mb_per_s": FEW}
+        lines = [
+            {**link, "arm": "tcp"},
+            {**link, "arm": "pull", "rate/tcp": {**FEW, "p50": 0.97}},
+            network_line("nixl"),
+            network_line("push", **{"ttft/nixl": {**FEW, "p50": 0.5}}),
+        ]
+        text = self.text(bench, lines)
+        assert "A link of 1,000 Mbit/s, 48 MiB at a time (n 3)" in text
+        assert "| TCP stream, blocks of 96 KiB | 2 |  |" in text
+        assert "| pull_blocks, blocks of 96 KiB | 2 | 0.97 |" in text
+        assert "| 512 tokens, nixl | 2 |  | 94.5 | 2 | 3 |" in text
+        assert "| 512 tokens, push | 2 | 0.5 | 94.5 | 2 | 3 |" in text
 
     def test_checksums_have_their_share(self, bench: dict[str, Any]) -> None:
         shape = {"bench": "integrity", "blocks": 512, "layers": 30, "block_bytes": 32768}
@@ -217,6 +254,12 @@ class TestFigures:
         lines = [overlap_line("push", tokens, "hold", tokens / 512) for tokens in (4096, 512)]
         (panel,) = bench["record_plots"].chosen(lines)["exposed"]
         assert panel.series == {"push": [(512.0, 1.0), (4096.0, 8.0)]}
+
+    def test_network_shows_what_the_link_would_take(self, bench: dict[str, Any]) -> None:
+        lines = [network_line("pull"), network_line("push"), network_line("push", 2048)]
+        waits, added = bench["record_plots"].chosen(lines)["network"]
+        assert waits.series == {"pull": [(512.0, 2.0)], "push": [(512.0, 2.0), (2048.0, 2.0)]}
+        assert added.series["whole KV at the link's rate"] == [(512, 94.5), (2048, 94.5)]
 
     def test_png_is_written_and_an_old_one_removed(
         self, bench: dict[str, Any], tmp_path: Path
@@ -274,8 +317,34 @@ class TestRecord:
         benches = {path.stem.removeprefix("bench_") for path in BENCHMARKS.glob("bench_*.py")}
         assert {run.name for run in bench["record"].RUNS} == benches
 
-    def test_whole_run_fits_two_hours(self, bench: dict[str, Any]) -> None:
-        assert sum(run.minutes for run in bench["record"].RUNS) <= 120
+    def test_whole_run_fits_65_minutes(self, bench: dict[str, Any]) -> None:
+        assert sum(run.minutes for run in bench["record"].RUNS) <= 65
+
+    @pytest.mark.parametrize(
+        ("script", "is_failure"),
+        [
+            ("import sys; print('no root', file=sys.stderr); sys.exit(77)", False),
+            ("import sys; print('{}'); sys.exit(77)", True),
+            ("import sys; sys.exit(1)", True),
+            ("pass", True),
+        ],
+    )
+    def test_bench_that_cannot_run_is_no_failure(
+        self,
+        bench: dict[str, Any],
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        script: str,
+        is_failure: bool,
+    ) -> None:
+        record, run = bench["record"], bench["record"].chosen("network")[0]
+        command = [sys.executable, "-c", script]
+        monkeypatch.setattr(record.Run, "command", lambda *_: command)
+        monkeypatch.setattr(record, "SCRATCH", tmp_path)
+        said = io.StringIO()
+        failed = record.record([run], tmp_path / "x.jsonl", True, Console(file=said))
+        assert bool(failed) == is_failure
+        assert ("left out: no root" in said.getvalue()) != is_failure
 
     def test_only_named_benches(self, bench: dict[str, Any]) -> None:
         names = [run.name for run in bench["record"].chosen("growth,steps")]
@@ -288,6 +357,71 @@ class TestRecord:
         assert json.loads(with_facts('{"bench": "x"}', {"load": 1}))["run"] == {"load": 1}
         assert with_facts("Loading weights", {}) is None
         assert with_facts("3", {}) is None
+
+
+class TestLengths:
+    def test_turns_by_prompt_length(self, bench: dict[str, Any]) -> None:
+        parse_lengths = importlib.import_module("server_requests").parse_lengths
+        assert parse_lengths("512:9,6000:3") == {512: 9, 6000: 3}
+
+    @pytest.mark.parametrize("text", ["", "512", "512:", "512:0", "0:9", "512:9,", "a:9"])
+    def test_what_is_no_length_is_named(self, bench: dict[str, Any], text: str) -> None:
+        parse_lengths = importlib.import_module("server_requests").parse_lengths
+        with pytest.raises(ValueError, match="is not TOKENS:TURNS"):
+            parse_lengths(text)
+
+
+class TestTimes:
+    """Of vLLM's NIXL connectors, as timed_nixl.py writes them."""
+
+    def events(self, folder: Path, name: str, *events: tuple[str, int, str]) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        lines = ({"name": n, "at_ns": at, "request": request} for n, at, request in events)
+        (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, lines)))
+
+    def test_last_layer_is_the_last_before_the_arrival(
+        self, bench: dict[str, Any], tmp_path: Path
+    ) -> None:
+        requests = importlib.import_module("server_requests")
+        computed = [("computed", at * 1_000_000, "") for at in (10, 20, 90)]
+        self.events(tmp_path / "nixl", "p", *computed)
+        self.events(tmp_path / "nixl", "d", ("arrival", 25_000_000, "cmpl-a-0"))
+        self.events(tmp_path / "nixl", "s", ("decode", 27_000_000, "cmpl-a-0"))
+        times = requests.read_times(tmp_path)
+        assert requests.time_of(requests.Sample("a", 1, 1, 1), times) == requests.Timed(5, 7)
+        assert requests.time_of(requests.Sample("b", 1, 1, 1), times) is None
+
+    def test_request_without_its_decode_has_no_times(
+        self, bench: dict[str, Any], tmp_path: Path
+    ) -> None:
+        self.events(tmp_path / "nixl", "p", ("computed", 1, ""), ("arrival", 2, "cmpl-a-0"))
+        assert importlib.import_module("server_requests").read_times(tmp_path) == {}
+
+
+class TestIdle:
+    """Processor time by thread."""
+
+    def test_main_thread_is_apart(self, bench: dict[str, Any]) -> None:
+        idle = importlib.import_module("server_idle")
+        before = {7: 1_000, 8: 5_000}
+        after = {7: 1_500, 8: 5_100, 9: 100}
+        assert idle.split(7, before, after, 1_000) == (50.0, 20.0)
+
+    @pytest.mark.parametrize(
+        ("titles", "worker"),
+        [
+            (("vllm serve", "VLLM::EngineCore", "VLLM::Worker_TP0"), 2),
+            (("vllm serve", "VLLM::EngineCore"), 1),
+        ],
+    )
+    def test_worker_is_found_by_its_title(
+        self, bench: dict[str, Any], tmp_path: Path, titles: tuple[str, ...], worker: int
+    ) -> None:
+        for pid, title in enumerate(titles):
+            (tmp_path / str(pid)).mkdir()
+            (tmp_path / str(pid) / "cmdline").write_text(title.replace(" ", "\0"))
+        idle = importlib.import_module("server_idle")
+        assert idle.worker_of(range(len(titles)), tmp_path) == worker
 
 
 class TestLoad:
