@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from dataclasses import dataclass, field
 _BURST_BYTES = 256 << 10
 """Of the token bucket: some of TCP's largest segments, which it would have to split otherwise."""
 _QUEUE_MS = 20
+_UP_S = 10.0
 TRANSFER_NETWORK = "10.211.7.0/24"
 
 
@@ -82,6 +84,8 @@ def shaped_link(mbit_per_s: int) -> Iterator[tuple[Side, Side]]:
             for number, side in enumerate(sides):
                 _connect(side, f"lb{number}-{own}", f"10.211.8.{4 * (number + 1) + 2}")
                 _shape(side, mbit_per_s)
+            for side in sides:
+                _wait_up(side)
         except subprocess.CalledProcessError as error:
             words = " ".join(error.cmd)
             raise UnavailableError(f"`{words}` failed: {error.stderr.strip()}") from error
@@ -117,6 +121,15 @@ def _shape(side: Side, mbit_per_s: int) -> None:
         *("tc", "-n", side.namespace, "qdisc", "add", "dev", "veth", "root", "tbf"),
         *("rate", f"{mbit_per_s}mbit", "burst", str(_BURST_BYTES), "latency", f"{_QUEUE_MS}ms"),
     )
+
+
+def _wait_up(side: Side) -> None:
+    """The kernel says so up to a second later, and UCX takes no device before."""
+    deadline = time.monotonic() + _UP_S
+    while (state := _run(*side.wrapper, "cat", "/sys/class/net/veth/operstate").strip()) != "up":
+        if time.monotonic() > deadline:
+            raise UnavailableError(f"the link between the namespaces is {state} after {_UP_S:g} s")
+        time.sleep(0.05)
 
 
 def _remove(namespace: str) -> None:
