@@ -85,7 +85,7 @@ RUNS = (
     Run("layer_overlap", f"{_OVERLAP} --compute hold", 2.5, f"{_QUICK_OVERLAP} --compute hold"),
     Run("integrity", "--repeats 11", 1.6, "--blocks 16 --repeats 1"),
     Run("network", "", 13, "--quick"),
-    Run("servers", "", 28, "--quick"),
+    Run("servers", "", 30, "--quick"),
 )
 """The real servers come last: whatever else fails is known before."""
 
