@@ -102,7 +102,12 @@ void bind_engine(nb::module_& module) {
            "link_secret"_a = "", "nixl_library"_a = "", "staging_mib"_a = 64,
            "share_memory"_a = true)
       .def("finalize", &PyEngine::finalize, ReleaseGil())
-      .def_prop_ro("listen_port", [](PyEngine& self) { return self.get().listen_port(); })
+      .def_prop_ro("listen_port",
+                   [](PyEngine& self) {
+                     // Who holds the listener's mutex may wait for threads that log.
+                     nb::gil_scoped_release release;
+                     return self.get().listen_port();
+                   })
       .def("register_cache", &register_cache, "shape"_a, "element_bytes"_a, "remote_accessible"_a,
            "host_placed"_a, "addrs"_a, "keys"_a, ReleaseGil())
       .def("register_blocks_cache", &register_blocks_cache, "shape"_a, "element_bytes"_a,

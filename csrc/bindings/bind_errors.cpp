@@ -43,6 +43,8 @@ void log_to_python(LogLevel level, const std::string& sentence) {
     logger.attr("log")(static_cast<int>(level), "%s", sentence);
   } catch (nb::python_error& error) {
     error.discard_as_unraisable("vllm_llmdd_connector.datadist engine log");
+  } catch (const std::exception&) {
+    // Callers are destructors and ends of threads, too.
   }
 }
 

@@ -110,7 +110,7 @@ bool Communicator::try_dial(uint64_t cluster_id, const std::string& path) {
     auto link = std::make_shared<Link>(std::move(greeted), context_.handler);
     link->hold();
     reservation.commit(link);
-    link->start();
+    context_.links.start(*link);
     met(std::move(link));
     return true;
   } catch (const Error& error) {
@@ -159,7 +159,7 @@ void Communicator::file(Greeted greeted) {
                                      encode_frame(MessageType::kVerdict, 0, Outcome{}.encode()));
   link->hold();
   context_.links.accept(link);
-  link->start();
+  context_.links.start(*link);
   met(std::move(link));
 }
 

@@ -3,6 +3,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <system_error>
 #include <thread>
 
 #include "common/log.h"
@@ -228,7 +229,7 @@ void HostEngine::file(Greeted greeted) {
   links_.accept(link);
   // After those have left the table whose peers have died, so that it keeps nothing of them.
   links_.reap();
-  link->start();
+  links_.start(*link);
   note_linked(greeted.cluster_id, "linked by the peer");
 }
 
@@ -241,17 +242,22 @@ void HostEngine::dial_checked(const DialTarget& target, const WaitLimit& limit) 
       greet_listener(identity_, prober_, target, limit, [&reservation] { reservation.confirm(); });
   auto link = std::make_shared<Link>(std::move(greeted), service_);
   reservation.commit(link);
-  link->start();
+  links_.start(*link);
 }
 
 Status HostEngine::dial(const DialTarget& target, int64_t timeout_ms) {
+  auto failed = [&](const char* reason, Status status) {
+    note_link_error(target.cluster_id,
+                    "linking to " + target.ip + ":" + std::to_string(target.port) + ": " + reason,
+                    true);
+    return link_status(status);
+  };
   try {
     dial_checked(target, {Deadline::after_ms(timeout_ms), stop_.fd()});
   } catch (const Error& error) {
-    note_link_error(
-        target.cluster_id,
-        "linking to " + target.ip + ":" + std::to_string(target.port) + ": " + error.what(), true);
-    return link_status(error.status());
+    return failed(error.what(), error.status());
+  } catch (const std::exception& error) {
+    return failed(error.what(), Status::kLinkFailed);  // nothing may leave a helper of `link`
   }
   note_linked(target.cluster_id, "linked");
   return Status::kSuccess;
@@ -268,7 +274,13 @@ std::vector<Status> HostEngine::link(const std::vector<DialTarget>& targets, int
     }
   };
   std::vector<std::thread> helpers;
-  for (size_t i = 1; i < std::min(targets.size(), kParallelDials); ++i) helpers.emplace_back(work);
+  try {
+    for (size_t i = 1; i < std::min(targets.size(), kParallelDials); ++i) {
+      helpers.emplace_back(work);
+    }
+  } catch (const std::system_error& error) {
+    log(LogLevel::kWarning, std::string("links are made one after the other: ") + error.what());
+  }
   work();
   for (std::thread& helper : helpers) helper.join();
   return results;

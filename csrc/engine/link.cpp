@@ -9,6 +9,7 @@
 #include <atomic>
 #include <cerrno>
 #include <chrono>
+#include <system_error>
 
 #include "common/log.h"
 #include "common/socket_io.h"
@@ -91,7 +92,13 @@ Link::~Link() {
 
 void Link::start() {
   std::lock_guard lock(thread_mutex_);
-  thread_ = std::thread(&Link::run, this);
+  try {
+    thread_ = std::thread(&Link::run, this);
+  } catch (const std::system_error& error) {
+    thread_done_ = true;
+    throw Error(Status::kLinkFailed,
+                std::string("the link's thread does not start: ") + error.what());
+  }
 }
 
 void Link::join() {

@@ -83,6 +83,16 @@ void LinkTable::accept(const std::shared_ptr<Link>& link) {
   records_[cluster_id] = Record{0, false, true, link};
 }
 
+void LinkTable::start(Link& link) {
+  try {
+    link.start();
+  } catch (const Error& error) {
+    link.forget(error.what());
+    drop(link);
+    throw;
+  }
+}
+
 void LinkTable::retire_dead_locked() {
   for (auto it = records_.begin(); it != records_.end();) {
     const Record& record = it->second;

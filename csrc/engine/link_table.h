@@ -48,6 +48,10 @@ class LinkTable {
   // restarted process is another cluster.
   void accept(const std::shared_ptr<Link>& link);
 
+  // Starts a link that is filed here; if its thread does not start, it leaves the table. Throws
+  // Error(kLinkFailed).
+  void start(Link& link);
+
   // Throws Error(kNotYetLink).
   std::shared_ptr<Link> require(uint64_t cluster_id) const;
   // Empty when there is none.

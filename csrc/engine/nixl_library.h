@@ -18,7 +18,7 @@ struct NixlLibrary {
   struct AgentConfig {
     bool progress_thread = false;
     bool listen_thread = false;
-    uint16_t listen_port = 0;
+    int listen_port = 0;
     int thread_sync = 1;  // one call at a time ("strict")
     unsigned int num_workers = 0;
     uint64_t progress_delay_us = 0;
@@ -64,5 +64,8 @@ struct NixlLibrary {
   // Loads the shared library at this path; it stays loaded. Throws Error(kFeatureNotEnabled).
   static std::shared_ptr<const NixlLibrary> load(const std::string& path);
 };
+
+static_assert(offsetof(NixlLibrary::AgentConfig, thread_sync) == 8);
+static_assert(offsetof(NixlLibrary::AgentConfig, telemetry) == 32);
 
 }  // namespace llmdd

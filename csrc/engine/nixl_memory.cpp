@@ -67,11 +67,11 @@ class NixlMemory::Fetches {
   Fetches& operator=(const Fetches&) = delete;
   ~Fetches() {
     if (fetching_.empty()) return;
-    auto abandoned = std::make_shared<std::vector<Fetching>>(
-        std::make_move_iterator(fetching_.begin()), std::make_move_iterator(fetching_.end()));
-    NixlMemory* memory = &memory_;
-    memory_.requests_.post([memory, abandoned] { memory->drain(std::move(*abandoned)); },
-                           RequestQueue::Order::kBesideOthers);
+    try {
+      abandon();
+    } catch (const std::exception& error) {
+      memory_.link_->fail(error.what());  // then no slot is used again
+    }
   }
 
   bool empty() const { return fetching_.empty(); }
@@ -80,9 +80,11 @@ class NixlMemory::Fetches {
     while (!chunks.empty() && fetching_.size() < kMostFetches) {
       std::optional<size_t> slot = memory_.slab_.acquire();
       if (!slot) return;
-      Fetching& fetch = fetching_.emplace_back(Fetching{*slot, chunks.next(), {}});
+      Fetching fetch{*slot, chunks.next(), {}};
+      // Throws when the link has ended; then no slot is used again.
       fetch.sent =
           memory_.link_->start(MessageType::kFetch, fetch_message(fetch.slot, fetch.pieces));
+      fetching_.push_back(std::move(fetch));
     }
   }
 
@@ -101,6 +103,15 @@ class NixlMemory::Fetches {
   }
 
  private:
+  // Next of all: requests that wait their turn may need these slots.
+  void abandon() {
+    auto abandoned = std::make_shared<std::vector<Fetching>>(
+        std::make_move_iterator(fetching_.begin()), std::make_move_iterator(fetching_.end()));
+    NixlMemory* memory = &memory_;
+    memory_.requests_.post([memory, abandoned] { memory->drain(std::move(*abandoned)); },
+                           RequestQueue::Order::kNext);
+  }
+
   // The peer has written nothing, or the link has ended and the slot is not used again.
   void drop_oldest() {
     if (memory_.link_->linked()) memory_.slab_.release(fetching_.front().slot);
@@ -210,19 +221,29 @@ void NixlMemory::copy(const CopyPlan& plan, const std::function<void()>& checkpo
 // A slot that the peer may still write into must not be used again.
 void NixlMemory::drain(std::vector<Fetching> abandoned) {
   Deadline deadline = Deadline::after_ms(kDrainMs);
-  for (const Fetching& fetch : abandoned) {
-    PollPause pause;
-    try {
-      while (!link_->try_finish(fetch.sent)) {
+  try {
+    for (const Fetching& fetch : abandoned) {
+      PollPause pause;
+      while (!is_answered(fetch)) {
         if (deadline.passed()) return link_->fail("the bytes of a stopped copy did not end");
         agent_.progress();
         pause.pause();
       }
-    } catch (const Error& error) {
       if (!link_->linked()) return;
-      log(LogLevel::kDebug, std::string("a stopped copy: ") + error.what());
+      slab_.release(fetch.slot);
     }
-    slab_.release(fetch.slot);
+  } catch (const Error& error) {
+    link_->fail(error.what());
+  }
+}
+
+// Whether nothing is written for it any more: all was, or the peer refused it.
+bool NixlMemory::is_answered(const Fetching& fetch) {
+  try {
+    return link_->try_finish(fetch.sent).has_value();
+  } catch (const Error& error) {
+    log(LogLevel::kDebug, std::string("a stopped copy: ") + error.what());
+    return true;
   }
 }
 

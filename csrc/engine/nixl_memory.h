@@ -59,13 +59,14 @@ class NixlMemory final : public PeerMemory {
 
   void answer(const Frame& request);
   void drain(std::vector<Fetching> abandoned);
+  bool is_answered(const Fetching& fetch);
 
   StagingSlab slab_;
-  NixlAgent agent_;  // ends before the memory that it has registered
+  std::unique_ptr<FetchServer> server_;
+  NixlAgent agent_;  // ends before the memory that it has registered, the server's too
   SlabFacts peer_slab_;
   Link* link_ = nullptr;
   RequestHandler* handler_ = nullptr;
-  std::unique_ptr<FetchServer> server_;
   RequestQueue requests_{kRequestThreads};
 };
 

@@ -1,14 +1,25 @@
 #include "engine/request_queue.h"
 
+#include <system_error>
+
 namespace llmdd {
 
 void RequestQueue::post(Job job, Order order) {
   std::lock_guard lock(mutex_);
   if (ended_) return;
-  waiting_.push_back({std::move(job), order});
-  bool all_busy = running_ + waiting_.size() > threads_.size();
-  if (all_busy && threads_.size() < max_threads_) threads_.emplace_back(&RequestQueue::run, this);
+  bool all_busy = running_ + waiting_.size() >= threads_.size();
+  if (all_busy && threads_.size() < max_threads_) add_thread_locked();
+  waiting_.insert(order == Order::kNext ? waiting_.begin() : waiting_.end(),
+                  {std::move(job), order});
   changed_.notify_one();
+}
+
+void RequestQueue::add_thread_locked() {
+  try {
+    threads_.emplace_back(&RequestQueue::run, this);
+  } catch (const std::system_error&) {
+    if (threads_.empty()) throw;  // else those that there are do it
+  }
 }
 
 void RequestQueue::end() {
@@ -24,7 +35,7 @@ void RequestQueue::end() {
 
 bool RequestQueue::may_begin_locked() const {
   if (waiting_.empty() || alone_) return false;
-  return running_ == 0 || waiting_.front().order == Order::kBesideOthers;
+  return running_ == 0 || waiting_.front().order != Order::kAlone;
 }
 
 void RequestQueue::run() {

@@ -52,7 +52,7 @@ class SharedRegions {
   SharedRegions(Transport transport, bool wanted, std::function<void(uint64_t file_id)> withdrawn);
 
   // Shares what it can of a cache's tensors, before the cache is known to anyone else; without any
-  // files the hold still tells whether they were mapped. Throws
+  // files the hold still tells whether the tensors were mapped. Throws
   // Error(kParamInvalid or kOutOfMemory) for what kShm cannot do without.
   SharedHold share(const CacheLayout& layout, Contents contents);
 

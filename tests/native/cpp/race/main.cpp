@@ -29,6 +29,7 @@ const std::vector<Scenario> kScenarios = {
     {"caches", llmdd::test::allocated_caches_are_given_back},
     {"shares", llmdd::test::shared_memory_comes_and_goes},
     {"queues", llmdd::test::queued_requests_keep_their_order},
+    {"next", llmdd::test::what_comes_next_is_before_all_that_wait},
     {"processes", [] { llmdd::test::processes_talk(own_program); }},
 };
 

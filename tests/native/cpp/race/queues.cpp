@@ -67,4 +67,21 @@ void queued_requests_keep_their_order() {
   LLMDD_CHECK(seen.done == done);
 }
 
+void what_comes_next_is_before_all_that_wait() {
+  std::atomic<bool> open{false};
+  std::atomic<bool> next_done{false};
+  std::atomic<bool> last_done{false};
+  RequestQueue queue(1);
+  queue.post([&] { wait_for([&] { return open.load(); }); }, Order::kBesideOthers);
+  queue.post(
+      [&] {
+        LLMDD_CHECK(next_done);
+        last_done = true;
+      },
+      Order::kBesideOthers);
+  queue.post([&] { next_done = true; }, Order::kNext);
+  open = true;
+  wait_for([&] { return last_done.load(); });
+}
+
 }  // namespace llmdd::test

@@ -23,6 +23,8 @@ void allocated_caches_are_given_back();
 void shared_memory_comes_and_goes();
 // Requests of a link over NIXL run two at a time, or alone.
 void queued_requests_keep_their_order();
+// The end of a stopped copy is waited for before all that waits for its slots.
+void what_comes_next_is_before_all_that_wait();
 
 // The same traffic between two processes, one of which is killed at the end.
 void processes_talk(const char* program);
