@@ -193,12 +193,24 @@ class TestDeadline:
         assert decoder.step().is_empty
         assert decoder.control.with_blocks == []
 
+    def test_time_of_a_request_ends_that_vllm_does_not_ask_for(self, decoder: Decoder) -> None:
+        """It asks for none behind the first that waits for blocks."""
+        request = decoder.announced()
+        decoder.control.invite(decoder.control.last_claim)
+        assert decoder.ask(request) == (39, True)
+        decoder.clock.advance(RESERVE_S)
+        decoder.step()
+        assert decoder.control.drops == [decoder.control.last_claim]
+        assert decoder.figures()[1] == {"reserve": 1}
+        assert decoder.ask(request) == (0, False)
+        assert decoder.control.drops == [decoder.control.last_claim]
+
     def test_reserved_request_has_the_limit_of_its_transfer_only(self, decoder: Decoder) -> None:
-        receiving(decoder)
+        request = receiving(decoder)
         decoder.clock.advance(2 * RESERVE_S)
-        assert decoder.step().is_empty
-        decoder.consumer.on_received({"r"})
+        assert decoder.ask(request) == (0, False)
         assert decoder.control.drops == []
+        assert "reserve" not in decoder.figures()[1]
 
     def test_granted_request_waits_for_blocks_as_long_as_p_holds_its_own(
         self, decoder: Decoder

@@ -302,8 +302,8 @@ class LLMConfig:
 
     @property
     def share_memory(self) -> bool:
-        """Whether peers of this host may map registered memory; if not, it stays as it is, and they
-        copy it by cross-memory attach. Mapping theirs is not affected. An extension of the
+        """Whether peers of this host may map registered memory. Without, it stays private and they
+        copy it by cross-memory attach; this process maps theirs all the same. An extension of the
         vendor's API."""
         return bool(self._values.get("share_memory", True))
 

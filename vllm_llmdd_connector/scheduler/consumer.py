@@ -88,9 +88,7 @@ class Consumer:
             return 0, False
         self._apply_outcomes()
         if entry.is_late(self._clock()):
-            # P's answer may still be on the way, and would be renewed for nobody.
-            self._drop(entry)
-            self._fall_back(entry, *entry.lateness(self._config))
+            self._end_late(entry)
         if entry.state in UNANSWERED:
             return None, False
         if self._turns.must_pass(request.request_id):
@@ -151,6 +149,10 @@ class Consumer:
         """Add this step's jobs and cancels to the step message."""
         if self._by_claim:
             self._apply_outcomes()
+            # vLLM asks for no request behind one that waits for blocks.
+            now_s = self._clock()
+            for entry in [entry for entry in self._by_claim.values() if entry.is_late(now_s)]:
+                self._end_late(entry)
         self._turns.end_step()
         step.jobs, self._jobs = self._jobs, []
         step.cancels, self._cancels = self._cancels, {}
@@ -339,6 +341,11 @@ class Consumer:
         entry.on(RequestEvent.NOT_NEEDED)
         self._by_claim.pop(entry.claim_id, None)
         self._drop(entry)
+
+    def _end_late(self, entry: ConsumerRequest) -> None:
+        # P's answer may still be on the way, and would be renewed for nobody.
+        self._drop(entry)
+        self._fall_back(entry, *entry.lateness(self._config))
 
     def _drop(self, entry: ConsumerRequest) -> None:
         if not entry.ticket.port:

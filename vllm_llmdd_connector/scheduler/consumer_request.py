@@ -19,7 +19,7 @@ _RESERVE = "reserve_timeout_s"
 
 @dataclass(slots=True)
 class ConsumerRequest:
-    """See above."""
+    """What D's scheduler side knows of a request, from its ticket to the order for its blocks."""
 
     request_id: str
     ticket: AnyTicket
