@@ -1,4 +1,7 @@
-"""Two network namespaces, joined by a veth pair: nothing but TCP between them."""
+"""Two network namespaces, joined by a veth pair: nothing but TCP between them.
+
+Apart from the benchmarks' netns.py, which also shapes the link and adds a way for HTTP.
+"""
 
 from __future__ import annotations
 

@@ -88,6 +88,14 @@ class Rank:
         if report is not None:
             self.report.aggregate(report)
 
+    def fill(self, block: int, value: int) -> None:
+        for cache in self.caches.values():
+            cache[block] = value
+
+    def holds(self, block: int, value: int) -> bool:
+        """Whether this is every byte of a block."""
+        return all(bool((cache[block] == value).all()) for cache in self.caches.values())
+
     @property
     def reported(self) -> set[str]:
         return self.received | self.failed

@@ -16,10 +16,26 @@ from vllm_llmdd_connector.metadata import PullJob
 
 TESTS = Path(__file__).resolve().parents[1]
 VENDOR = TESTS / "vendor"
-_ANSWER_S = 90.0
+ANSWER_S = 90.0
 
 
-class RankProcess:
+class Caller:
+    """The test's end of a pipe to ``serve``."""
+
+    _pipe: Connection
+
+    def call(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        self._pipe.send((name, args, kwargs))
+        return self._result()
+
+    def _result(self, within_s: float = ANSWER_S) -> Any:
+        assert self._pipe.poll(within_s), "the rank's process does not answer"
+        succeeded, value = self._pipe.recv()
+        assert succeeded, value
+        return value
+
+
+class RankProcess(Caller):
     """The test's end. Methods are those of ``Remote`` below."""
 
     module = "fakes.rank_process"
@@ -35,16 +51,6 @@ class RankProcess:
         theirs.close()
         self._pipe.send((fill, options))
         self.endpoint: WorkerEndpoint = self._result()
-
-    def call(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        self._pipe.send((name, args, kwargs))
-        return self._result()
-
-    def _result(self) -> Any:
-        assert self._pipe.poll(_ANSWER_S), "the rank's process does not answer"
-        succeeded, value = self._pipe.recv()
-        assert succeeded, value
-        return value
 
     def is_alive(self) -> bool:
         return self._process.poll() is None
@@ -66,7 +72,7 @@ class RankProcess:
         if self._process.poll() is None:
             self.resume()
             self._pipe.close()
-            assert self._process.wait(_ANSWER_S) == 0
+            assert self._process.wait(ANSWER_S) == 0
         self._pipe.close()
 
 

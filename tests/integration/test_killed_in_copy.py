@@ -104,12 +104,12 @@ class TestPIsKilled:
     def check(self, d: Rank, p: ForkedProcess, flow: str, number: int) -> None:
         """One transfer whose every byte is right."""
         for block in INTO:
-            fill(d, block, 0)
+            d.fill(block, 0)
         request_id = self.begin(d, p, flow, number)
         run(d, request_id)
         assert d.report.failed.get(request_id, "") == ""
         for source, block in zip(FROM, INTO, strict=True):
-            assert holds(d, block, FILL_P + source)
+            assert d.holds(block, FILL_P + source)
 
     @pytest.mark.parametrize("flow", FLOWS)
     def test_d_ends_the_request_and_keeps_nothing_of_p(
@@ -120,7 +120,7 @@ class TestPIsKilled:
         beside_p = Held.now()
         assert beside_p.foreign_pages, "P's pages are not shared"
 
-        fill(d, INTO[0], 0)
+        d.fill(INTO[0], 0)
         slow_down(SLOW)
         request_id = self.begin(d, killed, flow, 2)
         wait_for(lambda: d.caches["a"][INTO[0], 0] == FILL_P + FROM[0], "the copy's first bytes")
@@ -129,9 +129,9 @@ class TestPIsKilled:
         run(d, request_id)
         assert d.report.failed[request_id]
         for block in INTO:
-            fill(d, block, CANARY)
+            d.fill(block, CANARY)
         wait_for(lambda: not Held.now().foreign_pages, "the end of P's pages")
-        assert all(holds(d, block, CANARY) for block in INTO)
+        assert all(d.holds(block, CANARY) for block in INTO)
 
         slow_down(0)
         self.check(d, start(Remote, FILL_P), flow, 3)
@@ -199,13 +199,3 @@ def is_at_rest(p: Prefill, number: int) -> bool:
     pusher.void([1000 + number])
     with pusher._lock:
         return not pusher._plan.num_prefills + pusher._plan.num_parked
-
-
-def fill(rank: Rank, block: int, value: int) -> None:
-    for cache in rank.caches.values():
-        cache[block] = value
-
-
-def holds(rank: Rank, block: int, value: int) -> bool:
-    """Whether this is every byte of a block."""
-    return all(bool((cache[block] == value).all()) for cache in rank.caches.values())
