@@ -70,6 +70,7 @@ def run_tests(arguments: list[str]) -> int:
     command = [
         *(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"),
         *("-c", str(ROOT / "pyproject.toml"), "--rootdir", str(ROOT)),
+        *("-n", "2", "--dist", "loadscope", "--no-loadscope-reorder"),
         *(str(ROOT / "tests" / "native"), str(ROOT / "tests" / "contract")),
     ]
     return subprocess.run([*command, *arguments], env=environment, cwd=STAGE).returncode
