@@ -157,7 +157,7 @@ def bench_links(report: Report, counts: list[int]) -> None:
 
 
 def link_to(peer: RowEngine, port: int) -> None:
-    statuses = peer.engine.link([(HUB_CLUSTER, HOST, port)], TIMEOUT_MS)
+    statuses = peer.engine.link([(HUB_CLUSTER, HOST, port, "")], TIMEOUT_MS)
     if statuses != [0]:
         raise SystemExit(f"a link failed with status {statuses}")
 

@@ -38,6 +38,7 @@ from netns import TRANSFER_NETWORK, Side, UnavailableError, shaped_link
 from network_rate import SETTINGS, Rates, link_rates
 from report import CANNOT_RUN, Report, paired_ratios, quantiles, rate_quantiles
 from server_arms import (
+    NIXL_ARMS,
     Arm,
     Place,
     Servers,
@@ -46,14 +47,24 @@ from server_arms import (
     raise_on_terminate,
     start_arms,
 )
-from server_requests import Sample, Timed, measure, parse_lengths, read_times, shifted, time_of
+from server_requests import (
+    Sample,
+    Timed,
+    first_token_ratio,
+    measure,
+    parse_lengths,
+    read_times,
+    shifted,
+    time_fields,
+    time_of,
+)
 
 from vllm_llmdd_connector.datadist.nixl import find_nixl_library
 
 BENCH = "network"
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = ROOT / ".cache" / "models" / "SmolLM2-135M-Instruct"
-ARMS = ("pull", "push", "nixl", "nixl-push")
+ARMS = ("pull", "push", *NIXL_ARMS)
 REFERENCE = "nixl"
 CPUS = ("0", "1")
 WARM_UP_TOKENS, OUTPUT_TOKENS = 256, 3
@@ -188,7 +199,7 @@ def report_cases(
             "kv_bytes": kv_bytes,
             "link_ms": round(kv_bytes / mb_per_s / 1000, 1),
             "link_bytes": quantiles(case.link_bytes),
-            **figures(case.samples, times),
+            **time_fields(case.samples, times),
         }
         if base := cases.get((REFERENCE, num_tokens)):
             fields |= ratios(case.samples, base.samples, times)
@@ -208,21 +219,11 @@ _COLUMNS = (
 )
 
 
-def figures(samples: Sequence[Sample], times: dict[str, Timed]) -> dict[str, Any]:
-    fields = {"ttft_ms": quantiles([sample.first_token_ms for sample in samples])}
-    timed = [found for sample in samples if (found := time_of(sample, times))]
-    if timed:
-        fields["exposed_ms"] = quantiles([one.exposed_ms for one in timed])
-        fields["last_layer_to_decode_ms"] = quantiles([one.decode_ms for one in timed])
-    return fields
-
-
 def ratios(
     samples: Sequence[Sample], base: Sequence[Sample], times: dict[str, Timed]
 ) -> dict[str, Any]:
     """To the reference arm's request of the same turn."""
-    waits = ([sample.first_token_ms for sample in of] for of in (samples, base))
-    fields = {f"ttft/{REFERENCE}": quantiles(paired_ratios(*waits))}
+    fields = {f"ttft/{REFERENCE}": first_token_ratio(samples, base)}
     pairs = [
         (ours.decode_ms, theirs.decode_ms)
         for ours, theirs in (

@@ -50,11 +50,12 @@ from server_requests import (
     Sample,
     Samples,
     Timed,
+    first_token_ratio,
     measure,
     parse_lengths,
     read_times,
     shifted,
-    time_of,
+    time_fields,
 )
 
 BENCH = "servers"
@@ -217,17 +218,12 @@ def report_samples(
             **settings[arm],
             "tokens": num_tokens,
             "max_num_batched_tokens": options.max_num_batched_tokens,
-            "ttft_ms": quantiles([sample.first_token_ms for sample in of_arm]),
+            **time_fields(of_arm, timed),
             "inter_token_ms": quantiles([sample.inter_token_ms for sample in of_arm]),
             "cpu_s": quantiles([sample.cpu_s for sample in of_arm]),
         }
         if base := samples.get(("aggregated", num_tokens)):
-            waits = ([sample.first_token_ms for sample in of] for of in (of_arm, base))
-            fields["ttft/aggregated"] = quantiles(paired_ratios(*waits))
-        times = [found for sample in of_arm if (found := time_of(sample, timed))]
-        if times:
-            fields["exposed_ms"] = quantiles([t.exposed_ms for t in times])
-            fields["last_layer_to_decode_ms"] = quantiles([t.decode_ms for t in times])
+            fields["ttft/aggregated"] = first_token_ratio(of_arm, base)
         report.line(BENCH, arm, **fields)
         rows.append([f"{arm} {num_tokens}", *(_p50(fields, name) for name in _COLUMNS)])
     report.table(["arm, tokens", *_COLUMNS], rows)

@@ -12,8 +12,9 @@ the whole working set in random order, so caches do not help. The first batch of
 compared.
 
 Results are JSON lines on stdout; a ratio as `shm/nixl` is that of the two rates, batch by batch.
-The arm nixl-transport is this engine over NIXL; both of NIXL's arms take TCP with UCX_TLS=tcp in
-the environment, and the processes of one host's shared memory without.
+The arm nixl-transport is this engine over NIXL; both of NIXL's arms use what UCX picks between the
+processes of one host, and with --tcp what they would use between two: TCP, here by way of loopback.
+Those lines are of the bench `transfer-tcp`.
 """
 
 from __future__ import annotations
@@ -25,21 +26,23 @@ import mmap
 import os
 import random
 import signal
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
-from multiprocessing.connection import Connection, Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Protocol
 
 from report import Report, rate_quantiles
+from worker_process import Process, serve
 
 BENCH = "transfer"
 MIB = 1 << 20
+TCP_BENCH = "transfer-tcp"
 ARMS = ("memcpy", "shm", "shm-threads", "cma", "nixl", "nixl-transport")
+TCP_ARMS = ("nixl", "nixl-transport")
 RATIOS = (
     ("shm", "memcpy"),
     ("shm-threads", "shm"),
@@ -270,66 +273,7 @@ class Worker:
                 raise RuntimeError(f"block {dst} does not hold the bytes of block {src}")
 
 
-def serve(pipe: Connection, make: Callable[..., Any]) -> None:
-    """Obey a Process; `make` is called with what it was given to start."""
-    worker: Any = None
-    while True:
-        try:
-            name, arguments = pipe.recv()
-        except EOFError:
-            return
-        try:
-            if name == "start":
-                worker = make(*arguments)
-            pipe.send((True, None if name == "start" else getattr(worker, name)(*arguments)))
-        except Exception as error:
-            pipe.send((False, f"{type(error).__name__}: {error}"))
-
-
-class Process:
-    """The coordinator's end of a worker, which `command` runs when it is told its pipe."""
-
-    def __init__(
-        self,
-        *start: Any,
-        command: Sequence[str] = (sys.executable, str(Path(__file__).resolve())),
-        environment: Mapping[str, str] | None = None,
-    ) -> None:
-        self._pipe, theirs = Pipe()
-        self._process = subprocess.Popen(
-            [*command, "--worker", str(theirs.fileno())],
-            pass_fds=[theirs.fileno()],
-            stdout=sys.stderr,
-            env={**os.environ, **(environment or {})},
-        )
-        theirs.close()
-        self.call("start", *start)
-
-    def call(self, name: str, *arguments: Any) -> Any:
-        self.begin(name, *arguments)
-        return self.end()
-
-    def begin(self, name: str, *arguments: Any) -> None:
-        """A call whose `end` is waited for later."""
-        self._pipe.send((name, arguments))
-
-    def end(self) -> Any:
-        succeeded, answer = self._pipe.recv()
-        if not succeeded:
-            raise RuntimeError(answer)
-        return answer
-
-    def signal(self, number: int) -> None:
-        os.kill(self._process.pid, number)
-
-    def close(self) -> None:
-        self.signal(signal.SIGCONT)
-        self._pipe.close()
-        try:
-            self._process.wait(20)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+_COMMAND = (sys.executable, str(Path(__file__).resolve()))
 
 
 class Arm:
@@ -337,10 +281,10 @@ class Arm:
 
     def __init__(self, name: str, op: str, settings: Settings) -> None:
         self.name = name
-        self._initiator = Process(name, op, True, settings)
+        self._initiator = Process(_COMMAND, name, op, True, settings)
         self._processes = [self._initiator]
         if name != "memcpy":
-            target = Process(name, op, False, settings)
+            target = Process(_COMMAND, name, op, False, settings)
             self._processes.append(target)
             self._initiator.call("connect", target.call("offer"))
         taker_is_target = op == "write" and name != "memcpy"
@@ -389,18 +333,18 @@ def measure(
 
 
 def report_case(
-    report: Report, rates: dict[str, list[float]], case: dict[str, Any]
+    report: Report, bench: str, rates: dict[str, list[float]], case: dict[str, Any]
 ) -> list[object]:
     """Emit the lines of one case; returns its row of the table."""
     row: list[object] = [f"{case['op']} {case['block_bytes']} {case['pattern']}"]
     for arm, samples in rates.items():
         figure = rate_quantiles(samples)
-        report.line(BENCH, arm, **case, gb_per_s=figure)
+        report.line(bench, arm, **case, gb_per_s=figure)
         row.append(figure["p50"])
     for ours, theirs in ratios_of(rates):
         pairs = zip(rates[ours], rates[theirs], strict=True)
         figure = rate_quantiles([upper / lower for upper, lower in pairs])
-        report.line(BENCH, f"{ours}/{theirs}", **case, ratio=figure)
+        report.line(bench, f"{ours}/{theirs}", **case, ratio=figure)
         row.append(figure["p50"])
     return row
 
@@ -409,27 +353,36 @@ def ratios_of(names: Iterable[str]) -> list[tuple[str, str]]:
     return [pair for pair in RATIOS if set(pair) <= set(names)]
 
 
-def parse(report: Report, arguments: list[str]) -> tuple[list[str], Settings]:
+def parse(report: Report, arguments: list[str]) -> tuple[str, list[str], Settings]:
+    """The bench's name, arms and settings."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--arms", default=",".join(ARMS), help="comma-separated, in this order")
     parser.add_argument("--iterations", type=int, default=60, help="batches per arm and case")
     parser.add_argument("--working-set-mib", type=int, default=512)
     parser.add_argument("--batch-mib", type=int, default=64, help="moved by one call")
     parser.add_argument("--block-bytes", default=f"{16 << 10},{96 << 10}")
+    parser.add_argument("--tcp", action="store_true", help="NIXL's arms alone, with UCX_TLS=tcp")
     options = parser.parse_args(arguments)
-    arms = options.arms.split(",")
+    if options.tcp:
+        os.environ["UCX_TLS"] = "tcp"
+    arms = list(TCP_ARMS) if options.tcp else options.arms.split(",")
     if unknown := set(arms) - set(ARMS):
         parser.error(f"unknown arms: {', '.join(sorted(unknown))}")
     if "nixl" in arms and importlib.util.find_spec("nixl") is None:
         report.progress("arm nixl is left out: nixl is not installed (extra `nixl`)")
         arms.remove("nixl")
     sizes = tuple(int(size) for size in options.block_bytes.split(","))
-    return arms, Settings(options.iterations, options.working_set_mib, options.batch_mib, sizes)
+    bench = TCP_BENCH if options.tcp else BENCH
+    return (
+        bench,
+        arms,
+        Settings(options.iterations, options.working_set_mib, options.batch_mib, sizes),
+    )
 
 
 def main(arguments: list[str]) -> None:
     report = Report()
-    names, settings = parse(report, arguments)
+    bench, names, settings = parse(report, arguments)
     rows = []
     for op in OPS:
         with ExitStack() as stack:
@@ -443,7 +396,7 @@ def main(arguments: list[str]) -> None:
                     own = {"op": op, "block_bytes": block_bytes, "pattern": pattern}
                     case = {**asdict(settings), "threads": 1, **own}
                     rates = measure(arms, settings, block_bytes, pattern)
-                    rows.append(report_case(report, rates, case))
+                    rows.append(report_case(report, bench, rates, case))
                     report.progress(f"{rows[-1][0]}: done")
     ratios = ["/".join(pair) for pair in ratios_of(names)]
     report.progress(f"\nGB/s (p50 of {settings.iterations} batches of {settings.batch_mib} MiB)")

@@ -42,6 +42,7 @@ class Side:
     environment: Mapping[str, str] = field(
         default_factory=lambda: {"UCX_TLS": "tcp", "UCX_NET_DEVICES": "veth"}
     )
+    """For what runs there: UCX takes TCP and the shaped link alone."""
 
     @property
     def wrapper(self) -> tuple[str, ...]:

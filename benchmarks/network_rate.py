@@ -17,8 +17,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from bench_transfer import MIB, Memory, NixlTransportSide, Process, Settings, block_lists, serve
+from bench_transfer import MIB, Memory, NixlTransportSide, Settings, block_lists
 from netns import Side
+from worker_process import Process, serve
 
 SETTINGS = Settings(
     iterations=15, working_set_mib=128, batch_mib=48, block_bytes=(16 << 10, 96 << 10)
@@ -126,8 +127,8 @@ def link_rates(source: Side, sink: Side, cpus: tuple[str, str]) -> Iterator[Link
         for side, cpu in zip((source, sink), cpus, strict=True):
             pinned = ("taskset", "-c", cpu, sys.executable, str(Path(__file__).resolve()))
             end = Process(
+                (*side.wrapper, *pinned),
                 *(side.transfer_host, side is sink),
-                command=(*side.wrapper, *pinned),
                 environment=side.environment,
             )
             stack.callback(end.close)

@@ -11,8 +11,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
-from collections.abc import AsyncIterator, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,7 +26,7 @@ from flows import Flow, FlowOptions, Flows  # noqa: E402
 from legs import Answer, Legs, Limits  # noqa: E402
 
 if TYPE_CHECKING:
-    from backends import Backend, Counters, Pool
+    from backends import Counters, Pool
 
 
 class NixlPushFlows(Flows):
@@ -37,21 +37,9 @@ class NixlPushFlows(Flows):
         self._engine = engine
 
     def _choose(self, legs: Legs, body: Body) -> AbstractAsyncContextManager[Answer]:
-        return self._both(legs, body, self._prefill.in_turn()[0])
-
-    @asynccontextmanager
-    async def _both(self, legs: Legs, body: Body, backend: Backend) -> AsyncIterator[Answer]:
-        self._counters.pushes += 1
-        prefill = asyncio.create_task(self._prefill_beside(legs, prefill_body(body), backend))
-        try:
-            params = {**EXPECT_PREFILL, **self._engine, "remote_request_id": legs.request_id}
-            async with legs.decode(self._decode, decode_body(body, params)) as answer:
-                yield answer
-        except BaseException:
-            prefill.cancel()
-            raise
-        finally:
-            self._end_later(prefill)
+        params = {**EXPECT_PREFILL, **self._engine, "remote_request_id": legs.request_id}
+        backend = self._prefill.in_turn()[0]
+        return self._at_once(legs, prefill_body(body), decode_body(body, params), backend)
 
 
 class NixlPushProxy(Proxy):

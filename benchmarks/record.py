@@ -72,12 +72,14 @@ def _working_set(mib: int, minutes: float) -> Run:
 
 _TRANSFER = f"--iterations 30 --block-bytes {BLOCKS}"
 _QUICK_TRANSFER = "--iterations 2 --block-bytes 4096,65536 --working-set-mib 16 --batch-mib 8"
+_TCP = "--tcp --iterations 30 --block-bytes 16384,98304,1048576"
 _OVERLAP = "--tokens 512,2048,8192,32768,65536 --rates 0.1,2 --repeats 9"
 _QUICK_OVERLAP = "--tokens 512,1024 --rates 2 --repeats 2"
 
 RUNS = (
     Run("transfer", _TRANSFER, 5, _QUICK_TRANSFER),
     *(_working_set(*each) for each in WORKING_SETS_MIB.items()),
+    Run("transfer", _TCP, 1, f"--tcp {_QUICK_TRANSFER}"),
     Run("steps", "", 2, "--steps 20 --rounds 1"),
     Run("datadist", "", 1, "--seconds 0.1"),
     Run("growth", "", 2, "--links 1,8 --leases 16"),

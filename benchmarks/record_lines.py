@@ -6,7 +6,7 @@ A figure is `{"p50": …, "p99": …, "n": …}`, as report.py makes it.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -109,3 +109,13 @@ def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[s
     yield "|---|" + "---:|" * (len(header) - 1)
     for row in rows:
         yield "| " + " | ".join(row) + " |"
+
+
+def columns_table(
+    first: str, rows: Sequence[tuple[str, Line | None]], columns: Mapping[str, str]
+) -> Iterator[str]:
+    """A table of lines; a column that no line has is left out, a row without a line too."""
+    there = [(title, line) for title, line in rows if line is not None]
+    names = [name for name in columns if any(name in line for _, line in there)]
+    cells = [[title, *(figure_text(line, name) for name in names)] for title, line in there]
+    yield from markdown([first, *(columns[name] for name in names)], cells)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from record_lines import (
     P99_FROM,
     Line,
+    columns_table,
     figure_text,
     last,
     markdown,
@@ -22,6 +23,7 @@ from record_lines import (
     size_text,
     values,
 )
+from record_server_tables import contacts, loads, network, requests
 
 Figures = Mapping[str, str]
 """Which figure of a section is drawn, by its name, and what it is called."""
@@ -120,6 +122,15 @@ def _transfer(lines: Sequence[Line]) -> Iterator[str]:
             yield ""
 
 
+def _transfer_tcp(lines: Sequence[Line]) -> Iterator[str]:
+    if lines:
+        rates, ratios = ([line for line in lines if name in line] for name in ("gb_per_s", "ratio"))
+        yield f"NIXL's two arms on loopback ({samples_text(rates, 'gb_per_s')}):\n"
+        yield from _transfer_table(rates, "gb_per_s")
+        yield "\nRatios, batch by batch; median:\n"
+        yield from _transfer_table(ratios, "ratio")
+
+
 def main_working_set(rates: Sequence[Line]) -> int:
     """MiB of the working set that was tried with the most sizes of block."""
 
@@ -185,127 +196,6 @@ def _overlap(lines: Sequence[Line]) -> Iterator[str]:
     yield from markdown(header, rows)
 
 
-def _requests(lines: Sequence[Line]) -> Iterator[str]:
-    asked = select(lines, question="request")
-    columns = {
-        "ttft_ms": "first token, ms",
-        "ttft/aggregated": "of one server's",
-        "inter_token_ms": "between tokens, ms",
-        "cpu_s": "processor s",
-        "exposed_ms": "exposed, ms",
-        "last_layer_to_decode_ms": "last layer to decode, ms",
-    }
-    if not asked:
-        return
-    yield "One request at a time, nothing else:\n"
-    yield from _columns("prompt, arm", _by_prompt(asked), {**columns, "n": "n"})
-    yield from _settings(asked)
-
-
-def _by_prompt(lines: Sequence[Line]) -> list[tuple[str, Line | None]]:
-    """Requests by prompt length and arm, each with its number of samples."""
-    found = [
-        (f"{tokens:,} tokens, {arm}", last(lines, tokens=tokens, arm=arm))
-        for tokens in ordered(lines, "tokens")
-        for arm in values(lines, "arm")
-    ]
-    return [(title, line and {**line, "n": line["ttft_ms"]["n"]}) for title, line in found]
-
-
-def _network(lines: Sequence[Line]) -> Iterator[str]:
-    rates, asked = (select(lines, question=question) for question in ("link", "request"))
-    if rates:
-        yield (
-            f"A link of {rates[0]['mbit']:,} Mbit/s, {rates[0]['batch_mib']} MiB at a time "
-            f"({samples_text(rates, 'mb_per_s')}):\n"
-        )
-        columns = {"mb_per_s": "MB/s", "rate/tcp": "of the stream's"}
-        kinds = {"tcp": "TCP stream", "pull": "pull_blocks"}
-        rows = [
-            (f"{kinds[line['arm']]}, blocks of {size_text(line['block_bytes'])}", line)
-            for line in rates
-        ]
-        yield from _columns("", rows, columns)
-    if asked:
-        yield (
-            f"\nOne request at a time over it, steps of {asked[0]['max_num_batched_tokens']:,} "
-            "tokens; *of nixl's* is turn by turn:\n"
-        )
-        columns = {
-            "ttft_ms": "first token, ms",
-            "ttft/nixl": "of nixl's",
-            "link_ms": "whole KV at the stream's rate, ms",
-            "exposed_ms": "exposed, ms",
-            "last_layer_to_decode_ms": "last layer to decode, ms",
-            "last_layer_to_decode/nixl": "of nixl's",
-            "n": "n",
-        }
-        yield from _columns("prompt, arm", _by_prompt(asked), columns)
-        yield from _settings(asked)
-
-
-def _loads(lines: Sequence[Line]) -> Iterator[str]:
-    asked = select(lines, question="load")
-    columns = {
-        "requests_per_s": "requests/s",
-        "requests_per_s/aggregated": "of one server's",
-        "ttft_ms": "first token, ms",
-        "inter_token_ms": "between tokens, ms",
-        "cpu_s_per_request": "processor s per request",
-    }
-    if not asked:
-        return
-    first = asked[0]
-    yield (
-        f"A closed loop of `vllm bench serve`, prompts of {first['tokens']} random tokens, "
-        f"{first['output_tokens']} tokens out (rounds: {samples_text(asked, 'requests_per_s')}; "
-        f"requests: {samples_text(asked, 'ttft_ms')}):\n"
-    )
-    rows = [
-        (f"{at_a_time}, {arm}", last(asked, concurrency=at_a_time, arm=arm))
-        for at_a_time in ordered(asked, "concurrency")
-        for arm in values(asked, "arm")
-    ]
-    yield from _columns("at a time, arm", rows, columns)
-
-
-def _contacts(lines: Sequence[Line]) -> Iterator[str]:
-    contacts, idle = (select(lines, question=question) for question in ("contact", "idle"))
-    if contacts:
-        tokens = contacts[0]["tokens"]
-        yield (
-            f"First token of the first request between two servers, {tokens} tokens, n 1, "
-            f"and of the ones after it ({samples_text(contacts, 'warm_ms')}):\n"
-        )
-        columns = {
-            "first_contact_ms": "first, ms",
-            "warm_ms": "later, ms",
-            "over_warm_ms": "difference, ms",
-        }
-        yield from _columns("arm", [(line["arm"], line) for line in contacts], columns)
-    if idle:
-        yield (
-            "\nPercent of a processor while nothing is asked, of all processes of an arm's vLLM "
-            "servers, and of the threads of a worker (of P's and D's whichever has more): the main "
-            "one, and all others, among which are the connector's; *more* is turn by turn "
-            f"({samples_text(idle, 'idle_percent')}):\n"
-        )
-        columns = {
-            "idle_percent": "servers",
-            "worker_main_percent": "main thread",
-            "worker_others_percent": "other threads",
-            "others_over_aggregated_percent": "more than one server's",
-        }
-        yield from _columns("arm", [(line["arm"], line) for line in idle], columns)
-
-
-def _settings(lines: Sequence[Line]) -> Iterator[str]:
-    """What the arms that have a choice were set to."""
-    for arm in values(lines, "arm"):
-        for words in values(select(lines, arm=arm), "settings"):
-            yield f"\n`{arm}` ran with {words or 'default settings'}."
-
-
 def _steps(lines: Sequence[Line]) -> Iterator[str]:
     if not lines:
         return
@@ -343,7 +233,7 @@ def _growth(lines: Sequence[Line]) -> Iterator[str]:
             "idle_cores": "idle processors",
         }
         rows = [(_count(line["links"], "link"), line) for line in links]
-        yield from _columns(f"({samples_text(links, 'link_us', 'pull_us')})", rows, columns)
+        yield from columns_table(f"({samples_text(links, 'link_us', 'pull_us')})", rows, columns)
     if leases := select(lines, arm="leases"):
         columns = {
             "claim_us": "claim, µs",
@@ -353,12 +243,12 @@ def _growth(lines: Sequence[Line]) -> Iterator[str]:
         }
         yield ""
         rows = [(_count(line["leases"], "lease"), line) for line in leases]
-        yield from _columns(f"({samples_text(leases, 'claim_us')})", rows, columns)
+        yield from columns_table(f"({samples_text(leases, 'claim_us')})", rows, columns)
     if messages := select(lines, arm="messages"):
         columns = {"num_messages": "messages", "total_bytes": "bytes", "code_us": "coding, µs"}
         yield ""
         rows = [(f"{line['flow']}, {_count(line['blocks'], 'block')}", line) for line in messages]
-        yield from _columns(f"({samples_text(messages, 'code_us')})", rows, columns)
+        yield from columns_table(f"({samples_text(messages, 'code_us')})", rows, columns)
 
 
 def _count(number: int, thing: str) -> str:
@@ -376,26 +266,17 @@ def _integrity(lines: Sequence[Line]) -> Iterator[str]:
     )
     rows = [(f"{line.get('flow', 'all')}, {line['arm']}", line) for line in lines]
     columns = {"transfer_ms": "transfer, ms", "added": "added", "gb_per_s": "GB/s, one thread"}
-    yield from _columns("flow, setting", rows, columns)
-
-
-def _columns(
-    first: str, rows: Sequence[tuple[str, Line | None]], columns: Mapping[str, str]
-) -> Iterator[str]:
-    """A table of lines; a column that no line has is left out, a row without a line too."""
-    there = [(title, line) for title, line in rows if line is not None]
-    names = [name for name in columns if any(name in line for _, line in there)]
-    cells = [[title, *(figure_text(line, name) for name in names)] for title, line in there]
-    yield from markdown([first, *(columns[name] for name in names)], cells)
+    yield from columns_table("flow, setting", rows, columns)
 
 
 SECTIONS: Mapping[str, tuple[str, str, Section]] = {
     "transfer": ("Blocks between two processes", "transfer", _transfer),
+    "tcp": ("Blocks over TCP", "transfer-tcp", _transfer_tcp),
     "exposed": ("What a request waits for", "layer_overlap", _overlap),
-    "ttft": ("Real servers, one request at a time", "servers", _requests),
-    "network": ("Real servers over a network", "network", _network),
-    "load": ("Real servers under load", "servers", _loads),
-    "contact": ("First contact, and nothing to do", "servers", _contacts),
+    "ttft": ("Real servers, one request at a time", "servers", requests),
+    "network": ("Real servers over a network", "network", network),
+    "load": ("Real servers under load", "servers", loads),
+    "contact": ("First contact, and nothing to do", "servers", contacts),
     "steps": ("Hooks of an engine step", "steps", _steps),
     "integrity": ("Checksums of blocks", "integrity", _integrity),
     "calls": ("Calls of the API", "datadist", _calls),

@@ -138,8 +138,8 @@ class Setup:
 def length_arguments(longest: int, max_num_batched_tokens: int) -> list[str]:
     """vLLM's, for requests of at most so many tokens with their answers.
 
-    A cache of four such requests is below every limit that a share of it sets (option
-    `unreserved_fraction` has the least), and leaves memory for the servers of all arms.
+    With room for four such requests, one is within every limit that is a share of the cache
+    (`unreserved_fraction` is the least), and the caches of all arms fit into memory.
     """
     blocks = max(_LEAST_BLOCKS, 4 * -(-longest // _BLOCK_TOKENS))
     return [

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from server_arms import Arm
 
 _SETTLE_S = 0.5
+"""After SIGCONT a server first does what it has missed."""
 _FIRST_SETTLE_S = 2.5
 """vLLM's queues spin for a second after the last step."""
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from bench_transfer import Process, serve
+from worker_process import Process, serve
 
 if TYPE_CHECKING:
     from server_arms import Arm
@@ -187,8 +187,8 @@ def load_client(folder: Path) -> Iterator[LoadClient]:
     log = folder / "load.log"
     log.touch()
     process = Process(
+        (sys.executable, str(Path(__file__).resolve())),
         str(log),
-        command=(sys.executable, str(Path(__file__).resolve())),
         environment={"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"},
     )
     try:

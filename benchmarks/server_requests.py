@@ -7,11 +7,12 @@ import json
 import random
 import uuid
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from report import paired_ratios, quantiles
 from server_arms import OUR_TIMES, Arm, ask
 
 from vllm_llmdd_connector.trace.__main__ import read_all
@@ -84,6 +85,22 @@ def time_of(sample: Sample, times: dict[str, Timed]) -> Timed | None:
     """What the servers noted of this request, if they did."""
     found = (timed for request, timed in times.items() if sample.request_id in request)
     return next(found, None)
+
+
+def time_fields(samples: Sequence[Sample], times: Mapping[str, Timed]) -> dict[str, Any]:
+    """`ttft_ms`, and the figures of what the servers noted, if they noted any."""
+    fields = {"ttft_ms": quantiles([sample.first_token_ms for sample in samples])}
+    timed = [found for sample in samples if (found := time_of(sample, times))]
+    if timed:
+        fields["exposed_ms"] = quantiles([one.exposed_ms for one in timed])
+        fields["last_layer_to_decode_ms"] = quantiles([one.decode_ms for one in timed])
+    return fields
+
+
+def first_token_ratio(samples: Sequence[Sample], base: Sequence[Sample]) -> dict[str, Any]:
+    """To another arm's request of the same turn."""
+    waits = ([sample.first_token_ms for sample in of] for of in (samples, base))
+    return quantiles(paired_ratios(*waits))
 
 
 def parse_lengths(text: str) -> dict[int, int]:

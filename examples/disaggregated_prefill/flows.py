@@ -121,18 +121,23 @@ class Flows:
         async with legs.decode(self._decode, decode_body(body, params)) as answer:
             yield answer
 
-    @asynccontextmanager
-    async def _push(
+    def _push(
         self, legs: Legs, body: Body, backend: Backend, control: Address
+    ) -> AbstractAsyncContextManager[Answer]:
+        transfer_id = uuid.uuid4().hex
+        prefill = prefill_body(body, ask_push(transfer_id))
+        decode = decode_body(body, expect_push(transfer_id, control))
+        return self._at_once(legs, prefill, decode, backend)
+
+    @asynccontextmanager
+    async def _at_once(
+        self, legs: Legs, prefill_leg: Body, decode_leg: Body, backend: Backend
     ) -> AsyncIterator[Answer]:
         """Only this P can be asked: D is told its address before anybody knows whether it runs."""
         self._counters.pushes += 1
-        transfer_id = uuid.uuid4().hex
-        leg = prefill_body(body, ask_push(transfer_id))
-        prefill = asyncio.create_task(self._prefill_beside(legs, leg, backend))
+        prefill = asyncio.create_task(self._prefill_beside(legs, prefill_leg, backend))
         try:
-            params = expect_push(transfer_id, control)
-            async with legs.decode(self._decode, decode_body(body, params)) as answer:
+            async with legs.decode(self._decode, decode_leg) as answer:
                 yield answer
         except BaseException:
             prefill.cancel()

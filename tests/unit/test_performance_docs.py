@@ -155,6 +155,18 @@ class TestTables:
         assert "| read, 16 KiB, 1 MiB |" in text
         assert "| read, 4 KiB, 512 MiB |" not in text
 
+    def test_tcp_has_a_section_of_its_own(self, bench: dict[str, Any]) -> None:
+        tcp = {"bench": "transfer-tcp"}
+        lines = [
+            transfer_line("nixl", **tcp),
+            transfer_line("nixl-transport/nixl", "ratio", **tcp),
+        ]
+        text = self.text(bench, lines)
+        assert "### Blocks over TCP" in text
+        assert "|  | nixl |" in text
+        assert "|  | nixl-transport/nixl |" in text
+        assert "### Blocks between two processes" not in text
+
     def test_benches_that_were_not_run_have_no_section(self, bench: dict[str, Any]) -> None:
         text = self.text(bench, [transfer_line("cma")])
         assert "### Blocks between two processes" in text
@@ -357,110 +369,3 @@ class TestRecord:
         assert json.loads(with_facts('{"bench": "x"}', {"load": 1}))["run"] == {"load": 1}
         assert with_facts("Loading weights", {}) is None
         assert with_facts("3", {}) is None
-
-
-class TestLengths:
-    def test_turns_by_prompt_length(self, bench: dict[str, Any]) -> None:
-        parse_lengths = importlib.import_module("server_requests").parse_lengths
-        assert parse_lengths("512:9,6000:3") == {512: 9, 6000: 3}
-
-    @pytest.mark.parametrize("text", ["", "512", "512:", "512:0", "0:9", "512:9,", "a:9"])
-    def test_what_is_no_length_is_named(self, bench: dict[str, Any], text: str) -> None:
-        parse_lengths = importlib.import_module("server_requests").parse_lengths
-        with pytest.raises(ValueError, match="is not TOKENS:TURNS"):
-            parse_lengths(text)
-
-
-class TestTimes:
-    """Of vLLM's NIXL connectors, as timed_nixl.py writes them."""
-
-    def events(self, folder: Path, name: str, *events: tuple[str, int, str]) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        lines = ({"name": n, "at_ns": at, "request": request} for n, at, request in events)
-        (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, lines)))
-
-    def test_last_layer_is_the_last_before_the_arrival(
-        self, bench: dict[str, Any], tmp_path: Path
-    ) -> None:
-        requests = importlib.import_module("server_requests")
-        computed = [("computed", at * 1_000_000, "") for at in (10, 20, 90)]
-        self.events(tmp_path / "nixl", "p", *computed)
-        self.events(tmp_path / "nixl", "d", ("arrival", 25_000_000, "cmpl-a-0"))
-        self.events(tmp_path / "nixl", "s", ("decode", 27_000_000, "cmpl-a-0"))
-        times = requests.read_times(tmp_path)
-        assert requests.time_of(requests.Sample("a", 1, 1, 1), times) == requests.Timed(5, 7)
-        assert requests.time_of(requests.Sample("b", 1, 1, 1), times) is None
-
-    def test_request_without_its_decode_has_no_times(
-        self, bench: dict[str, Any], tmp_path: Path
-    ) -> None:
-        self.events(tmp_path / "nixl", "p", ("computed", 1, ""), ("arrival", 2, "cmpl-a-0"))
-        assert importlib.import_module("server_requests").read_times(tmp_path) == {}
-
-
-class TestIdle:
-    """Processor time by thread."""
-
-    def test_main_thread_is_apart(self, bench: dict[str, Any]) -> None:
-        idle = importlib.import_module("server_idle")
-        before = {7: 1_000, 8: 5_000}
-        after = {7: 1_500, 8: 5_100, 9: 100}
-        assert idle.split(7, before, after, 1_000) == (50.0, 20.0)
-
-    @pytest.mark.parametrize(
-        ("titles", "worker"),
-        [
-            (("vllm serve", "VLLM::EngineCore", "VLLM::Worker_TP0"), 2),
-            (("vllm serve", "VLLM::EngineCore"), 1),
-        ],
-    )
-    def test_worker_is_found_by_its_title(
-        self, bench: dict[str, Any], tmp_path: Path, titles: tuple[str, ...], worker: int
-    ) -> None:
-        for pid, title in enumerate(titles):
-            (tmp_path / str(pid)).mkdir()
-            (tmp_path / str(pid) / "cmdline").write_text(title.replace(" ", "\0"))
-        idle = importlib.import_module("server_idle")
-        assert idle.worker_of(range(len(titles)), tmp_path) == worker
-
-
-class TestLoad:
-    """What is read from the result of vLLM's client."""
-
-    @pytest.fixture
-    def load(self, bench: dict[str, Any]) -> Any:
-        return importlib.import_module("server_load")
-
-    def result(self, **fields: Any) -> dict[str, Any]:
-        return {
-            "completed": 2,
-            "errors": ["", ""],
-            "total_output_tokens": 4,
-            "start_times": [10.0, 11.0],
-            "ttfts": [0.5, 0.25],
-            "itls": [[0.5], [0.75]],
-            **fields,
-        }
-
-    def test_figures_are_from_the_first_request_to_the_last_answer(self, load: Any) -> None:
-        log = load.CpuLog(lambda: 0.0)
-        for time_s, used_s in ((0.0, 1.0), (10.0, 5.0), (12.0, 8.0), (20.0, 50.0)):
-            log.add(time_s, used_s)
-        sample = load.read_result(self.result(), load.Load(1, 2, 512, 2), log)
-        assert sample.requests_per_s == 1.0
-        assert sample.cpu_s_per_request == 1.5
-        assert sample.first_token_ms == [500.0, 250.0]
-        assert sample.inter_token_ms == [500.0, 750.0]
-
-    def test_failed_request_ends_it(self, load: Any) -> None:
-        result = self.result(completed=1, errors=["", "Bad Gateway"])
-        with pytest.raises(load.LoadError, match="1 of 2 requests succeeded: Bad Gateway"):
-            load.read_result(result, load.Load(1, 2, 512, 2), load.CpuLog(lambda: 0.0))
-
-    def test_short_answer_ends_it(self, load: Any) -> None:
-        with pytest.raises(load.LoadError, match="3 of 4 tokens"):
-            load.read_result(
-                self.result(total_output_tokens=3),
-                load.Load(1, 2, 512, 2),
-                load.CpuLog(lambda: 0.0),
-            )
