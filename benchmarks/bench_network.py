@@ -248,7 +248,7 @@ def parse() -> Options:
     add("--arms", default=",".join(ARMS), help="comma-separated; default: %(default)s")
     add(
         "--lengths",
-        default="512:9,2048:9,6000:3",
+        default="512:9,2048:9,6000:9",
         metavar="TOKENS:TURNS,…",
         help="prompt lengths, and how often each; default: %(default)s",
     )

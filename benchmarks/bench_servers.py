@@ -1,6 +1,6 @@
 """Real vLLM servers: what a user waits for, by way of answering a prompt.
 
-    python benchmarks/bench_servers.py [--lengths 512:9,2048:9,6000:3] [--arms …]
+    python benchmarks/bench_servers.py [--lengths 512:9,2048:9,6000:9] [--arms …]
     python benchmarks/bench_servers.py --quick
 
 The arms are one server alone (aggregated), this connector's pull and push, and vLLM's NixlConnector
@@ -253,7 +253,7 @@ def parse() -> Options:
     add("--arms", default=",".join(ARMS), help="comma-separated; default: %(default)s")
     add(
         "--lengths",
-        default="512:9,2048:9,6000:3",
+        default="512:9,2048:9,6000:9",
         metavar="TOKENS:TURNS,…",
         help="prompt lengths, and how often each; default: %(default)s",
     )

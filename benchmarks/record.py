@@ -41,7 +41,7 @@ _STOP_S = 60.0
 
 BLOCKS = ",".join(str(kib << 10) for kib in (4, 16, 64, 96, 256, 1024, 2048))
 """96 KiB is a block of the model that bench_servers.py uses."""
-WORKING_SETS_MIB = {1: 0.3, 8: 0.4, 64: 0.6, 1024: 1.4}
+WORKING_SETS_MIB = {1: 0.2, 8: 0.25, 64: 0.5, 1024: 1}
 """Besides the 512 MiB of the bench itself, with the minutes they take."""
 
 
@@ -77,17 +77,17 @@ _OVERLAP = "--tokens 512,2048,8192,32768,65536 --rates 0.1,2 --repeats 9"
 _QUICK_OVERLAP = "--tokens 512,1024 --rates 2 --repeats 2"
 
 RUNS = (
-    Run("transfer", _TRANSFER, 5, _QUICK_TRANSFER),
+    Run("transfer", _TRANSFER, 2.5, _QUICK_TRANSFER),
     *(_working_set(*each) for each in WORKING_SETS_MIB.items()),
     Run("transfer", _TCP, 1, f"--tcp {_QUICK_TRANSFER}"),
-    Run("steps", "", 2, "--steps 20 --rounds 1"),
+    Run("steps", "", 0.2, "--steps 20 --rounds 1"),
     Run("datadist", "", 1, "--seconds 0.1"),
-    Run("growth", "", 2, "--links 1,8 --leases 16"),
-    Run("layer_overlap", _OVERLAP, 2.5, _QUICK_OVERLAP),
-    Run("layer_overlap", f"{_OVERLAP} --compute hold", 2.5, f"{_QUICK_OVERLAP} --compute hold"),
-    Run("integrity", "--repeats 11", 1.6, "--blocks 16 --repeats 1"),
-    Run("network", "", 13, "--quick"),
-    Run("servers", "", 30, "--quick"),
+    Run("growth", "", 0.3, "--links 1,8 --leases 16"),
+    Run("layer_overlap", _OVERLAP, 2, _QUICK_OVERLAP),
+    Run("layer_overlap", f"{_OVERLAP} --compute hold", 2, f"{_QUICK_OVERLAP} --compute hold"),
+    Run("integrity", "--repeats 11", 0.3, "--blocks 16 --repeats 1"),
+    Run("network", "", 16, "--quick"),
+    Run("servers", "", 28, "--quick"),
 )
 """The real servers come last: whatever else fails is known before."""
 

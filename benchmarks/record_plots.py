@@ -16,6 +16,7 @@ from record_tables import main_working_set
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 Points = list[tuple[float, float]]
 
@@ -167,6 +168,7 @@ def draw(panels: Sequence[Panel], path: Path) -> None:
         _fill(axis, panel)
     for axis in list(axes.flat)[len(panels) :]:
         axis.set_axis_off()
+    _explain(figure, list(axes.flat)[: len(panels)])
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
@@ -191,7 +193,16 @@ def _fill(axis: Axes, panel: Panel) -> None:
     else:
         axis.set_ylim(bottom=0)
     axis.grid(alpha=0.3)
-    axis.legend()
+
+
+def _explain(figure: Figure, axes: Sequence[Axes]) -> None:
+    """One legend below panels of the same series, where it hides no line; else one in each."""
+    handles, labels = axes[0].get_legend_handles_labels()
+    if all(axis.get_legend_handles_labels()[1] == labels for axis in axes):
+        figure.legend(handles, labels, loc="outside lower center", ncols=len(labels))
+        return
+    for axis in axes:
+        axis.legend()
 
 
 def _filled(panels: Iterable[Panel]) -> list[Panel]:
