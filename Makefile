@@ -67,11 +67,11 @@ format: ## rewrite the sources in the project's format
 	$(BIN)/ruff format $(PYTHON_SOURCES)
 	@[ -z "$(NATIVE_SOURCES)" ] || $(BIN)/clang-format -i $(NATIVE_SOURCES)
 
-asan: ## mutated inputs, then the native tests, under AddressSanitizer and UBSan (9 min)
+asan: ## mutated inputs, then the native tests, under AddressSanitizer and UBSan (6 min)
 	@$(SETUP) env project
 	@PATH="$(CURDIR)/$(BIN):$$PATH" $(CURDIR)/$(BIN)/python tests/native/run_sanitized.py
 
-tsan: ## threads of the engine against each other under ThreadSanitizer (2 min)
+tsan: ## threads of the engine against each other under ThreadSanitizer (1 min)
 	@$(SETUP) env project
 	@$(BIN)/python tests/native/run_races.py
 
