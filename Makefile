@@ -79,7 +79,7 @@ fuzz: ## new random inputs for FUZZ_SECONDS: mutated messages under ASan, calls 
 	@$(SETUP) env project
 	@$(BIN)/python tests/native/run_fuzz.py $(FUZZ_SECONDS)
 
-chaos: ## CHAOS_REQUESTS from CHAOS_SEED through simulated P's and D's that are killed, cut off, ... (8 min)
+chaos: ## CHAOS_REQUESTS from CHAOS_SEED through simulated P's and D's that are killed, cut off, ... (2 min)
 	@$(SETUP) env project
 	@$(BIN)/python tests/chaos/run.py --requests $(CHAOS_REQUESTS) --seed $(CHAOS_SEED)
 

@@ -38,7 +38,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("--transport") != "nixl":
         return
-    skip = pytest.mark.skip(reason="links over NIXL do not look at the peer's process or user")
+    skip = pytest.mark.skip(reason="links over NIXL use nothing that one host has")
     for item in items:
         if item.get_closest_marker("within_a_host"):
             item.add_marker(skip)

@@ -22,7 +22,7 @@ from contract.fixtures import MakeLocal, MakePeer
 from contract.memory import block_pieces, moved, pattern
 from contract.peer import Peer
 
-pytestmark = refused_by_vendor(Restriction.REGISTER_FIRST)
+pytestmark = [refused_by_vendor(Restriction.REGISTER_FIRST), pytest.mark.within_a_host]
 
 Pair = Callable[..., tuple[Cluster, Peer]]
 
