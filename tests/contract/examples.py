@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 from typing import TypeVar
 
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 
 Test = TypeVar("Test", bound=Callable[..., object])
 
@@ -23,6 +23,19 @@ _FACTOR = float(os.environ.get("LLMDD_EXAMPLES_FACTOR", "1"))
 
 
 CI = settings.get_profile("ci")
+
+# For a test that puts a fault in and wants the failure: nothing is shrunk or kept for later. The
+# examples are the same at every run: how many it takes to show a rare fault varies a hundredfold,
+# and a test's time is limited.
+FAULT_WANTED = settings(
+    CI,
+    derandomize=True,
+    max_examples=2000,
+    phases=[Phase.generate],
+    database=None,
+    print_blob=False,
+    report_multiple_bugs=False,
+)
 
 
 def examples(count: int) -> settings:

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from hypothesis import Phase, given, settings
+from hypothesis import given
 
 from contract.engines import Restriction, refused_by_vendor
-from contract.examples import CI, examples
+from contract.examples import FAULT_WANTED, examples
 from contract.first_cluster import FirstCluster
 from contract.fixtures import Linked, MakeFirst, MakePeer
 from contract.peer import Peer
@@ -111,19 +111,10 @@ FAULTS = flipped_byte, offsets_dropped, blocks_in_reverse, pulled_twice
 def test_fault_is_noticed(
     modelled: Linked, monkeypatch: pytest.MonkeyPatch, fault: Callable[[Engine], Engine]
 ) -> None:
-    """Nothing is shrunk or kept for later: the failure is wanted."""
     local, peer = modelled
     monkeypatch.setattr(model_run, "outcome", fault(model_run.outcome))
-    wanted = settings(
-        CI,
-        max_examples=2000,
-        phases=[Phase.generate],
-        database=None,
-        print_blob=False,
-        report_multiple_bugs=False,
-    )
 
-    @wanted
+    @FAULT_WANTED
     @given(program=first_programs(PULLS))
     def check(program: Program) -> None:
         with FirstRun(local, peer, False) as run:

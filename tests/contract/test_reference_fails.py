@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from hypothesis import Phase, given, settings
+from hypothesis import given
 
 from contract.cluster import Cluster
 from contract.engines import Restriction, message_mode, refused_by_vendor
-from contract.examples import CI
+from contract.examples import FAULT_WANTED
 from contract.peer import Peer
 from contract.reference import run as model_run
 from contract.reference.programs import programs
@@ -24,15 +24,8 @@ Pair = Callable[..., tuple[Cluster, Peer]]
 Engine = Callable[[Run, Call], str]
 
 POOL = f'{{"memory_size": {POOL_PAGES * PAGE}, "page_shift": 12}}'
-# Nothing is shrunk or kept for later: the failure is wanted.
-WANTED = settings(
-    CI,
-    max_examples=2000,
-    phases=[Phase.generate],
-    database=None,
-    print_blob=False,
-    report_multiple_bugs=False,
-)
+
+MOST_CALLS = 16  # a fault between two calls takes two that fit each other
 
 
 def flipped_byte(engine: Engine) -> Engine:
@@ -90,8 +83,8 @@ def test_fault_is_noticed(
     local, peer = pair(pool=POOL)
     monkeypatch.setattr(model_run, "outcome", fault(model_run.outcome))
 
-    @WANTED
-    @given(program=programs(False, ("pull_blocks", "pull_cache", "discard")))
+    @FAULT_WANTED
+    @given(program=programs(False, ("pull_blocks", "pull_cache"), MOST_CALLS))
     def check(program: Program) -> None:
         with Run(local, peer, False) as run:
             compare(run, program)
@@ -105,8 +98,8 @@ def test_key_that_outlives_its_pull_is_noticed(pair: Pair, monkeypatch: pytest.M
     local, peer = pair(pool=POOL)
     monkeypatch.setattr("contract.reference.tables.Tables.pulled", lambda *unused: None)
 
-    @WANTED
-    @given(program=programs(False, ("pull_cache", "discard")))
+    @FAULT_WANTED
+    @given(program=programs(False, ("pull_cache",), MOST_CALLS))
     def check(program: Program) -> None:
         with Run(local, peer, False) as run:
             compare(run, program)

@@ -25,6 +25,7 @@ LOGS = BUILD / "logs"
 PACKAGE = "vllm_llmdd_connector"
 
 MUTATION_SECONDS = 10  # `make fuzz` goes on for longer
+TIMEOUT_S = 600  # of one test, which takes up to five times as long as without sanitizers
 
 # How deep below the allocation a frame of the engine makes a leak the engine's own. Python, too,
 # leaks at exit, and every call of the engine has Python's frames further down.
@@ -71,6 +72,7 @@ def run_tests(arguments: list[str]) -> int:
         *(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"),
         *("-c", str(ROOT / "pyproject.toml"), "--rootdir", str(ROOT)),
         *("-n", "2", "--dist", "loadscope", "--no-loadscope-reorder"),
+        *("--timeout", str(TIMEOUT_S)),
         *(str(ROOT / "tests" / "native"), str(ROOT / "tests" / "contract")),
     ]
     return subprocess.run([*command, *arguments], env=environment, cwd=STAGE).returncode

@@ -7,10 +7,10 @@ from functools import partial
 from typing import Any
 
 import pytest
-from contract.examples import CI, examples
+from contract.examples import FAULT_WANTED, examples
 from fakes.lossy_meeting import MAX_LEASE_S, LossyMeeting, Prompt, Wish
 from fakes.prefiller import PROMPT
-from hypothesis import Phase, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -274,16 +274,7 @@ FAULTS = [
 def test_fault_is_noticed(
     monkeypatch: pytest.MonkeyPatch, fault: Callable[[pytest.MonkeyPatch], None]
 ) -> None:
-    """Nothing is shrunk or kept for later: the failure is wanted."""
     fault(monkeypatch)
-    wanted = settings(
-        CI,
-        max_examples=3000,
-        stateful_step_count=40,
-        phases=[Phase.generate],
-        database=None,
-        print_blob=False,
-        report_multiple_bugs=False,
-    )
+    wanted = settings(FAULT_WANTED, stateful_step_count=40)
     with pytest.raises((AssertionError, KeyError)):  # the table may stumble over it first
         run_state_machine_as_test(Meetings, settings=wanted)

@@ -40,6 +40,7 @@ class Writer:
         self.caches: dict[int, list[Descriptor]] = {LOCAL: [], PEER: []}
         self._careful = True
         self._reserved: list[tuple[Descriptor, int]] = []
+        self._named: list[ByName] = []
 
     def one_in(self, chances: int) -> bool:
         return self._draw(st.integers(1, chances)) == chances  # shrinks to False
@@ -126,8 +127,11 @@ class Writer:
         """Names a row of the peer's cache `slot`, if it can."""
         desc = self.caches[PEER][slot]
         names = [name for name in desc.keys if name is not None]
+        if self._named and self.one_in(3):
+            return self._draw(st.sampled_from(self._named))  # a pull may have used it up
         if names and (not self._remote or self.wild()) and not self.one_in(3):
-            return ByName(self._draw(st.sampled_from(names)), self.cluster())
+            self._named.append(ByName(self._draw(st.sampled_from(names)), self.cluster()))
+            return self._named[-1]
         if self.wild():
             return ByName(self._draw(NAMES), self.cluster())
         return ByPosition(slot, self.index(desc.rows), self.cluster())
@@ -251,7 +255,9 @@ class Writer:
         return EndReservation(self._draw(st.integers(0, 3)))
 
 
-def write_program(draw: Draw, writer: Writer, kinds: tuple[str, ...]) -> Program:
+def write_program(
+    draw: Draw, writer: Writer, kinds: tuple[str, ...], most_calls: int = 5
+) -> Program:
     """Some caches on both sides, then some calls: `kinds` names the writer's methods for them."""
     caches = []
     for side in (LOCAL, PEER):
@@ -261,13 +267,13 @@ def write_program(draw: Draw, writer: Writer, kinds: tuple[str, ...]) -> Program
     if "swap_blocks" in kinds:
         caches.append((LOCAL, writer.mirror(writer.caches[LOCAL][1])))
     calls = []
-    for _ in range(draw(st.integers(1, 5))):
+    for _ in range(draw(st.integers(1, most_calls))):
         writer.begin_call()
         calls.append(getattr(writer, draw(st.sampled_from(kinds)))())
     return Program(tuple(caches), tuple(calls))
 
 
 @st.composite
-def programs(draw: Draw, remote: bool, kinds: tuple[str, ...]) -> Program:
+def programs(draw: Draw, remote: bool, kinds: tuple[str, ...], most_calls: int = 5) -> Program:
     """A name of `kinds` may come more than once."""
-    return write_program(draw, Writer(draw, remote), kinds)
+    return write_program(draw, Writer(draw, remote), kinds, most_calls)
