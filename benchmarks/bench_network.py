@@ -21,7 +21,6 @@ make such a link, one sentence says so, there are no lines, and the exit status 
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import json
 import shutil
@@ -47,12 +46,12 @@ from server_arms import (
     raise_on_terminate,
     start_arms,
 )
+from server_options import ServerOptions
 from server_requests import (
     Sample,
     Timed,
     first_token_ratio,
     measure,
-    parse_lengths,
     read_times,
     shifted,
     time_fields,
@@ -62,8 +61,6 @@ from server_requests import (
 from vllm_llmdd_connector.datadist.nixl import find_nixl_library
 
 BENCH = "network"
-ROOT = Path(__file__).resolve().parents[1]
-MODEL = ROOT / ".cache" / "models" / "SmolLM2-135M-Instruct"
 ARMS = ("pull", "push", *NIXL_ARMS)
 REFERENCE = "nixl"
 CPUS = ("0", "1")
@@ -243,37 +240,20 @@ QUICK = {"lengths": "512:1", "link_turns": 2}
 
 
 def parse() -> Options:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    add = parser.add_argument
-    add("--arms", default=",".join(ARMS), help="comma-separated; default: %(default)s")
-    add(
-        "--lengths",
-        default="512:9,2048:9,6000:9",
-        metavar="TOKENS:TURNS,…",
-        help="prompt lengths, and how often each; default: %(default)s",
-    )
+    parser = ServerOptions(__doc__, ARMS, QUICK)
+    parser.add_lengths("512:9,2048:9,6000:9")
+    add = parser.add
     add("--link-turns", type=int, default=15, help="of stream and pull; default: %(default)s")
     add("--mbit", type=int, default=1000, help="rate of the link; default: %(default)s")
     add("--max-num-batched-tokens", type=int, default=512, help="default: %(default)s")
-    add("--model", type=Path, default=MODEL, help="default: %(default)s")
-    add("--quick", action="store_true", help="one of each; the figures mean nothing")
-    if parser.parse_args().quick:
-        parser.set_defaults(**QUICK)
-    arguments = parser.parse_args()
-    arms = arguments.arms.split(",")
-    if unknown := set(arms) - set(ARMS):
-        parser.error(f"unknown arms: {', '.join(sorted(unknown))}")
-    try:
-        lengths = parse_lengths(arguments.lengths)
-    except ValueError as error:
-        parser.error(f"--lengths: {error}")
+    read = parser.read()
     return Options(
-        arms,
-        lengths,
-        arguments.link_turns,
-        arguments.mbit,
-        arguments.max_num_batched_tokens,
-        arguments.model,
+        read.arms,
+        read.lengths,
+        read.link_turns,
+        read.mbit,
+        read.max_num_batched_tokens,
+        read.model,
     )
 
 

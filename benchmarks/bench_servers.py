@@ -11,7 +11,6 @@ NixlPushConnector it tells D what that wants to know (nixl_push_proxy.py).
 
 A line per
 
-* `contact`, pair of servers: its first request, the ones after it, and the difference;
 * `idle`, arm: processor time of its vLLM servers while nothing is asked, and of the threads of a
   worker (see server_idle.py);
 * `request`, arm and prompt length: time to the first token, mean time between the later ones,
@@ -23,7 +22,6 @@ A line per
 
 from __future__ import annotations
 
-import argparse
 import random
 import shutil
 import sys
@@ -46,21 +44,19 @@ from server_arms import (
 )
 from server_idle import idle_windows
 from server_load import Load, LoadError, LoadSample, load_client
+from server_options import ServerOptions
 from server_requests import (
     Sample,
     Samples,
     Timed,
     first_token_ratio,
     measure,
-    parse_lengths,
     read_times,
     shifted,
     time_fields,
 )
 
 BENCH = "servers"
-ROOT = Path(__file__).resolve().parents[1]
-MODEL = ROOT / ".cache" / "models" / "SmolLM2-135M-Instruct"
 WARM_UP_TOKENS = 256
 LOAD_TOKENS, LOAD_OUTPUT_TOKENS = 512, 32
 
@@ -76,8 +72,6 @@ class Options:
     load_rounds: int
     load_requests: int
     """Of one round; at least two for each that is asked at a time."""
-    warm_requests: int
-    """After the first one between two servers."""
     idle_windows: int
     idle_s: float
     """Of one window."""
@@ -97,33 +91,9 @@ LoadSamples = dict[tuple[str, int], list[LoadSample]]
 """By arm and number of requests at a time."""
 
 
-def first_contact(arms: Sequence[Arm], options: Options, report: Report) -> None:
-    """The first request between two servers, and the ones after it; alone, each one is warm."""
-    known: set[str] = set()
-    for arm in arms:
-        for alone in arm.alone():
-            if alone.url not in known:
-                options.measure(alone, WARM_UP_TOKENS)
-        fresh = known.isdisjoint(alone.url for alone in arm.alone())
-        known.update(alone.url for alone in arm.alone())
-        first = options.measure(arm, WARM_UP_TOKENS)
-        later = [options.measure(arm, WARM_UP_TOKENS) for _ in range(options.warm_requests)]
-        if fresh and len(arm.alone()) > 1:
-            warm = quantiles([sample.first_token_ms for sample in later])
-            report.line(
-                BENCH,
-                arm.name,
-                question="contact",
-                **arm.settings,
-                tokens=WARM_UP_TOKENS,
-                first_contact_ms=round(first.first_token_ms, 1),
-                warm_ms=warm,
-                over_warm_ms=round(first.first_token_ms - warm["p50"], 1),
-            )
-
-
 def run(arms: Sequence[Arm], options: Options, report: Report) -> Samples:
-    first_contact(arms, options, report)
+    for arm in arms:
+        options.measure(arm, WARM_UP_TOKENS)
     samples: Samples = defaultdict(list)
     for num_tokens, turns in options.lengths.items():
         for turn in range(turns):
@@ -244,53 +214,34 @@ def _p50(fields: dict[str, Any], name: str) -> object:
 
 
 QUICK = {"lengths": "128:1", "concurrency": "1,4", "load_rounds": 1, "load_requests": 2}
-QUICK |= {"warm_requests": 1, "idle_windows": 1, "idle_s": 1.0}
+QUICK |= {"idle_windows": 1, "idle_s": 1.0}
 
 
 def parse() -> Options:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    add = parser.add_argument
-    add("--arms", default=",".join(ARMS), help="comma-separated; default: %(default)s")
-    add(
-        "--lengths",
-        default="512:9,2048:9,6000:9",
-        metavar="TOKENS:TURNS,…",
-        help="prompt lengths, and how often each; default: %(default)s",
-    )
+    parser = ServerOptions(__doc__, ARMS, QUICK)
+    parser.add_lengths("512:9,2048:9,6000:9")
+    add = parser.add
     add("--output-tokens", type=int, default=8, help="default: %(default)s")
     add("--max-num-batched-tokens", type=int, default=2048, help="default: %(default)s")
-    add("--concurrency", default="1,4,8", help="requests at a time; default: %(default)s")
-    add("--load-rounds", type=int, default=3, help="0: no load; default: %(default)s")
+    add("--concurrency", default="4,8", help="requests at a time; default: %(default)s")
+    add("--load-rounds", type=int, default=9, help="0: no load; default: %(default)s")
     add("--load-requests", type=int, default=8, help="of a round; default: %(default)s")
-    add("--warm-requests", type=int, default=5, help="default: %(default)s")
     add("--idle-windows", type=int, default=9, help="default: %(default)s")
     add("--idle-s", type=float, default=2.0, help="of a window; default: %(default)s")
-    add("--model", type=Path, default=MODEL, help="default: %(default)s")
-    add("--quick", action="store_true", help="one of each; the figures mean nothing")
-    if parser.parse_args().quick:
-        parser.set_defaults(**QUICK)
-    arguments = parser.parse_args()
-    arms = arguments.arms.split(",")
-    if unknown := set(arms) - set(ARMS):
-        parser.error(f"unknown arms: {', '.join(sorted(unknown))}")
-    if arguments.output_tokens < 2:
+    read = parser.read()
+    if read.output_tokens < 2:
         parser.error("--output-tokens: the time between tokens needs two of them")
-    try:
-        lengths = parse_lengths(arguments.lengths)
-    except ValueError as error:
-        parser.error(f"--lengths: {error}")
     return Options(
-        arms,
-        lengths,
-        arguments.output_tokens,
-        arguments.max_num_batched_tokens,
-        [int(word) for word in arguments.concurrency.split(",")],
-        arguments.load_rounds,
-        arguments.load_requests,
-        arguments.warm_requests,
-        arguments.idle_windows,
-        arguments.idle_s,
-        arguments.model,
+        read.arms,
+        read.lengths,
+        read.output_tokens,
+        read.max_num_batched_tokens,
+        [int(word) for word in read.concurrency.split(",")],
+        read.load_rounds,
+        read.load_requests,
+        read.idle_windows,
+        read.idle_s,
+        read.model,
     )
 
 

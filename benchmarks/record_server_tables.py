@@ -92,33 +92,38 @@ def loads(lines: Sequence[Line]) -> Iterator[str]:
 
 
 def contacts(lines: Sequence[Line]) -> Iterator[str]:
-    contacts, idle = (select(lines, question=question) for question in ("contact", "idle"))
-    if contacts:
-        tokens = contacts[0]["tokens"]
-        yield (
-            f"First token of the first request between two servers, {tokens} tokens, n 1, "
-            f"and of the ones after it ({samples_text(contacts, 'warm_ms')}):\n"
-        )
-        columns = {
-            "first_contact_ms": "first, ms",
-            "warm_ms": "later, ms",
-            "over_warm_ms": "difference, ms",
-        }
-        yield from columns_table("arm", [(line["arm"], line) for line in contacts], columns)
-    if idle:
-        yield (
-            "\nPercent of a processor while nothing is asked, of all processes of an arm's vLLM "
-            "servers, and of the threads of a worker (of P's and D's whichever has more): the main "
-            "one, and all others, among which are the connector's; *more* is turn by turn "
-            f"({samples_text(idle, 'idle_percent')}):\n"
-        )
-        columns = {
-            "idle_percent": "servers",
-            "worker_main_percent": "main thread",
-            "worker_others_percent": "other threads",
-            "others_over_aggregated_percent": "more than one server's",
-        }
-        yield from columns_table("arm", [(line["arm"], line) for line in idle], columns)
+    if not lines:
+        return
+    yield (
+        f"First token of the first request between two servers, {lines[0]['tokens']} tokens "
+        f"({samples_text(lines, 'first_contact_ms')}), of the ones after it "
+        f"({samples_text(lines, 'warm_ms')}), and the difference turn by turn:\n"
+    )
+    columns = {
+        "first_contact_ms": "first, ms",
+        "warm_ms": "later, ms",
+        "over_warm_ms": "difference, ms",
+    }
+    yield from columns_table("arm", [(line["arm"], line) for line in lines], columns)
+
+
+def idle(lines: Sequence[Line]) -> Iterator[str]:
+    windows = select(lines, question="idle")
+    if not windows:
+        return
+    yield (
+        "Percent of a processor while nothing is asked, of all processes of an arm's vLLM "
+        "servers, and of the threads of a worker (of P's and D's whichever has more): the main "
+        "one, and all others, among which are the connector's; *more* is turn by turn "
+        f"({samples_text(windows, 'idle_percent')}):\n"
+    )
+    columns = {
+        "idle_percent": "servers",
+        "worker_main_percent": "main thread",
+        "worker_others_percent": "other threads",
+        "others_over_aggregated_percent": "more than one server's",
+    }
+    yield from columns_table("arm", [(line["arm"], line) for line in windows], columns)
 
 
 def _settings(lines: Sequence[Line]) -> Iterator[str]:

@@ -23,7 +23,7 @@ from record_lines import (
     size_text,
     values,
 )
-from record_server_tables import contacts, loads, network, requests
+from record_server_tables import contacts, idle, loads, network, requests
 
 Figures = Mapping[str, str]
 """Which figure of a section is drawn, by its name, and what it is called."""
@@ -276,7 +276,8 @@ SECTIONS: Mapping[str, tuple[str, str, Section]] = {
     "ttft": ("Real servers, one request at a time", "servers", requests),
     "network": ("Real servers over a network", "network", network),
     "load": ("Real servers under load", "servers", loads),
-    "contact": ("First contact, and nothing to do", "servers", contacts),
+    "contact": ("First contact", "contact", contacts),
+    "idle": ("Nothing to do", "servers", idle),
     "steps": ("Hooks of an engine step", "steps", _steps),
     "integrity": ("Checksums of blocks", "integrity", _integrity),
     "calls": ("Calls of the API", "datadist", _calls),

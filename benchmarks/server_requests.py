@@ -103,17 +103,6 @@ def first_token_ratio(samples: Sequence[Sample], base: Sequence[Sample]) -> dict
     return quantiles(paired_ratios(*waits))
 
 
-def parse_lengths(text: str) -> dict[int, int]:
-    """`512:9,2048:9` as the number of turns by prompt length; ValueError says what is wrong."""
-    lengths = {}
-    for word in text.split(","):
-        tokens, _, turns = word.partition(":")
-        if not (tokens.isdecimal() and turns.isdecimal() and int(tokens) and int(turns)):
-            raise ValueError(f"{word!r} is not TOKENS:TURNS, as 512:9")
-        lengths[int(tokens)] = int(turns)
-    return lengths
-
-
 def _of_traces(folder: Path) -> dict[str, Timed]:
     found = {}
     for request in merge(read_all([folder])):

@@ -11,19 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fakes.bench_modules import BENCHMARKS, bench_modules
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 TOKENS, TOKEN_BYTES = 512, 1024
 KV_BYTES = TOKENS * TOKEN_BYTES
 
 
 @pytest.fixture(scope="module")
 def network() -> Iterator[Any]:
-    sys.path.insert(0, str(BENCHMARKS))
-    try:
-        yield importlib.import_module("bench_network")
-    finally:
-        sys.path.remove(str(BENCHMARKS))
+    with bench_modules("bench_network") as modules:
+        yield modules["bench_network"]
 
 
 @pytest.fixture

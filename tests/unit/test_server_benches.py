@@ -2,38 +2,33 @@
 
 from __future__ import annotations
 
-import importlib
+import argparse
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from fakes.bench_modules import bench_modules
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-MODULES = ("server_requests", "server_idle", "server_load")
+MODULES = ("server_options", "server_requests", "server_idle", "server_load")
 
 
 @pytest.fixture(scope="module")
 def bench() -> Iterator[dict[str, Any]]:
-    """The benchmarks' modules by name; they import each other as scripts do."""
-    sys.path.insert(0, str(BENCHMARKS))
-    try:
-        yield {name: importlib.import_module(name) for name in MODULES}
-    finally:
-        sys.path.remove(str(BENCHMARKS))
+    with bench_modules(*MODULES) as modules:
+        yield modules
 
 
 class TestLengths:
     def test_turns_by_prompt_length(self, bench: dict[str, Any]) -> None:
-        parse_lengths = bench["server_requests"].parse_lengths
+        parse_lengths = bench["server_options"].parse_lengths
         assert parse_lengths("512:9,6000:3") == {512: 9, 6000: 3}
 
     @pytest.mark.parametrize("text", ["", "512", "512:", "512:0", "0:9", "512:9,", "a:9"])
     def test_what_is_no_length_is_named(self, bench: dict[str, Any], text: str) -> None:
-        parse_lengths = bench["server_requests"].parse_lengths
-        with pytest.raises(ValueError, match="is not TOKENS:TURNS"):
+        parse_lengths = bench["server_options"].parse_lengths
+        with pytest.raises(argparse.ArgumentTypeError, match="is not TOKENS:TURNS"):
             parse_lengths(text)
 
 
