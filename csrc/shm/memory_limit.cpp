@@ -1,6 +1,7 @@
 #include "shm/memory_limit.h"
 
 #include <algorithm>
+#include <cstdlib>
 #include <fstream>
 #include <limits>
 #include <optional>
@@ -69,6 +70,21 @@ uint64_t headroom_at(const std::string& directory, const Version& version) {
   return *limit - std::min(*limit, used);
 }
 
+char octal(const std::string& digits) {
+  return static_cast<char>(std::strtol(digits.c_str(), nullptr, 8));
+}
+
+// The kernel writes spaces and the like as a backslash and three octal digits.
+std::string unescaped(const std::string& text) {
+  std::string plain;
+  for (size_t i = 0; i < text.size(); ++i) {
+    bool is_escape = text[i] == '\\' && i + 3 < text.size();
+    plain += is_escape ? octal(text.substr(i + 1, 3)) : text[i];
+    if (is_escape) i += 3;
+  }
+  return plain;
+}
+
 // Lines as "36 35 0:30 ROOT POINT rw,relatime shared:1 - cgroup cgroup rw,memory", proc(5).
 std::vector<Mount> read_mounts(const std::string& proc) {
   std::vector<Mount> mounts;
@@ -78,10 +94,10 @@ std::vector<Mount> read_mounts(const std::string& proc) {
     auto dash = std::find(fields.begin(), fields.end(), "-");
     if (dash - fields.begin() < 5 || fields.end() - dash < 4) continue;
     const std::string& type = dash[1];
-    if (type == "cgroup2") mounts.push_back({&kV2, fields[3], fields[4]});
-    if (type == "cgroup" && has_word(dash[3], "memory")) {
-      mounts.push_back({&kV1, fields[3], fields[4]});
-    }
+    const Version* version = type == "cgroup2"                                 ? &kV2
+                             : type == "cgroup" && has_word(dash[3], "memory") ? &kV1
+                                                                               : nullptr;
+    if (version) mounts.push_back({version, unescaped(fields[3]), unescaped(fields[4])});
   }
   return mounts;
 }

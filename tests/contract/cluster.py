@@ -377,6 +377,12 @@ class Cluster(BulkMethods):
         )
         return statuses[0]
 
+    def link_all(self, ports: dict[int, int], timeout_ms: int = 20000) -> list[Any]:
+        """The statuses of links to several clusters in one call."""
+        self.connect()
+        infos = [self._info(cluster_id, port) for cluster_id, port in ports.items()]
+        return list(self.datadist.link_clusters(infos, timeout_ms)[1])
+
     def unlink(self, cluster_id: int, *, force: bool = False, timeout_ms: int = 20000) -> Any:
         self.connect()
         _, statuses = self.datadist.unlink_clusters([self._info(cluster_id, 1)], timeout_ms, force)

@@ -25,7 +25,7 @@ class Proc:
 
     def mount(self, version: int, of_group: str = "/") -> None:
         kind = "cgroup2 cgroup2 rw" if version == 2 else "cgroup cgroup rw,memory"
-        point = self._point / str(version)
+        point = str(self._point / str(version)).replace(" ", r"\040")
         self._mounts += f"36 35 0:30 {of_group} {point} rw,relatime shared:1 - {kind}\n"
 
     def join(self, version: int, path: str) -> None:
@@ -111,6 +111,15 @@ class TestLimit:
         assert proc.headroom() == UNLIMITED
 
 
+def test_spaces_are_escaped_where_it_is_mounted(tmp_path: Path) -> None:
+    (tmp_path / "a place").mkdir()
+    proc = Proc(tmp_path / "a place")
+    proc.mount(2)
+    proc.join(2, "/a")
+    proc.limit(2, "a", str(100 * MIB), 60 * MIB)
+    assert proc.headroom() == 40 * MIB
+
+
 def test_both_versions_count_where_both_are_mounted(proc: Proc) -> None:
     for version, usage in ((1, 60), (2, 70)):
         proc.mount(version)
@@ -122,5 +131,5 @@ def test_both_versions_count_where_both_are_mounted(proc: Proc) -> None:
 def test_what_cannot_be_read_is_no_bound(tmp_path: Path) -> None:
     assert testing.memory_headroom(str(tmp_path)) == UNLIMITED
     for name in ("cgroup", "mountinfo"):
-        (tmp_path / name).write_text("0\n::\n- - -\n 7:memory\n")
+        (tmp_path / name).write_text("0\n::\n- - -\n 7:memory\n1 2 3 \\9 \\ x - cgroup2 a b\n")
     assert testing.memory_headroom(str(tmp_path)) == UNLIMITED
