@@ -43,10 +43,10 @@ from vllm_llmdd_connector.control.messages import (
     WorkerEndpoint,
 )
 from vllm_llmdd_connector.datadist import _engine
+from vllm_llmdd_connector.layout.blocks import GroupBlocks, WantedBlocks
 from vllm_llmdd_connector.layout.kv_layout import CachePlan, Region
 from vllm_llmdd_connector.metadata import Job, PrefillChunk, PullJob, ReceiveJob
 from vllm_llmdd_connector.metrics import TransferStats
-from vllm_llmdd_connector.scheduler.block_map import GroupBlocks, WantedBlocks
 from vllm_llmdd_connector.trace.recorder import NO_TRACE, Recorder, open_trace
 from vllm_llmdd_connector.worker.backend import HostBackend
 from vllm_llmdd_connector.worker.completion import Completions

@@ -226,9 +226,9 @@ class LLMDataDistConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """The replay of a full graph calls no layer hook, so that a prompt left after its last
+        """A full graph's replay calls no layer hook: a prompt would be sent only after its last
         layer."""
-        return bool(extra_config.get("push", True))
+        return bool(extra_config.get("push", ConnectorConfig().push))
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: "KVTransferConfig") -> bool:

@@ -13,8 +13,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from vllm_llmdd_connector.control.messages import WorkerEndpoint
+from vllm_llmdd_connector.layout.blocks import GroupBlocks, WantedBlocks
 from vllm_llmdd_connector.layout.kv_layout import GroupGeometry
-from vllm_llmdd_connector.scheduler.block_map import GroupBlocks, WantedBlocks
 
 
 @dataclass(slots=True)

@@ -33,7 +33,7 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
     """What D needs to claim a finished prefill at P."""
 
     host: str
-    """P's control address, an IP literal; untrusted until it passed the allow-list."""
+    """P's control address, an IPv4 literal; untrusted until it passed the allow-list."""
     port: int
     instance: str
     """P's process start; another one at the same address never had these blocks."""
@@ -57,7 +57,7 @@ class Appointment(msgspec.Struct, frozen=True, kw_only=True):
     """What D needs to be sent a prefill that P has still to compute."""
 
     host: str
-    """P's control address, an IP literal; untrusted until it passed the allow-list."""
+    """P's control address, an IPv4 literal; untrusted until it passed the allow-list."""
     port: int
     """0, with no host, while it is not known which P it will be."""
     transfer_id: str

@@ -128,7 +128,7 @@ class LossyMeeting:
     def end(self, prompt: Prompt, status: str) -> None:
         """vLLM ends the request, and frees its own references."""
         prompt.request.status.name = status
-        _, params = self.p.producer.request_finished(prompt.request, [prompt.blocks])
+        params = self.p.producer.request_finished(prompt.request, [prompt.blocks])
         self.p.pool.end_request(prompt.blocks)
         del self.prompts[prompt.request.request_id]
         if params is not None:

@@ -69,8 +69,7 @@ class Meeting:
         self, request: Any, status: str = "FINISHED_STOPPED", blocks: tuple[int, ...] = BLOCKS
     ) -> dict[str, Any] | None:
         request.status.name = status
-        is_delayed, params = self.p.producer.request_finished(request, [blocks])
-        assert not is_delayed
+        params = self.p.producer.request_finished(request, [blocks])
         self.pool.end_request(blocks)
         return params
 

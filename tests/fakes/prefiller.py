@@ -85,8 +85,7 @@ class Prefiller:
         fields = {"status": "FINISHED_LENGTH_CAPPED", "params": dict(PREFILL), "prompt": PROMPT}
         request = make_request(request_id, **{**fields, **changes})
         self.pool.allocate(blocks)
-        is_delayed, params = self.producer.request_finished(request, [blocks])
-        assert not is_delayed, "vLLM would step without pause until the lease has ended"
+        params = self.producer.request_finished(request, [blocks])
         self.pool.end_request(blocks)
         return params
 

@@ -8,10 +8,10 @@ from fakes.clock import wait_for
 from fakes.pull_peer import FakePullEngine, ReleasePeer
 from fakes.summed_memory import SummedMemory
 from vllm_llmdd_connector.config import ConnectorConfig
+from vllm_llmdd_connector.layout.blocks import GroupBlocks, WantedBlocks
 from vllm_llmdd_connector.layout.kv_layout import CachePlan, Region
 from vllm_llmdd_connector.metadata import PullJob, ReceiveJob
 from vllm_llmdd_connector.metrics import TransferStats
-from vllm_llmdd_connector.scheduler.block_map import GroupBlocks, WantedBlocks
 from vllm_llmdd_connector.worker.checksum import BlockReader
 from vllm_llmdd_connector.worker.completion import Completions
 from vllm_llmdd_connector.worker.peer import PeerThread

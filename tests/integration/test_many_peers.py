@@ -21,9 +21,9 @@ from vllm_llmdd_connector.control.messages import (
     WorkerEndpoint,
 )
 from vllm_llmdd_connector.datadist._engine import HostEngine
+from vllm_llmdd_connector.layout.blocks import GroupBlocks
 from vllm_llmdd_connector.layout.kv_layout import CachePlan, Region
 from vllm_llmdd_connector.metrics import TransferStats
-from vllm_llmdd_connector.scheduler.block_map import GroupBlocks
 from vllm_llmdd_connector.worker.backend import HostBackend
 from vllm_llmdd_connector.worker.completion import Completions
 from vllm_llmdd_connector.worker.engine import DataDistEngine

@@ -7,13 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_llmdd_connector.errors import TransferError
-from vllm_llmdd_connector.scheduler.block_map import (
-    NULL_BLOCK,
-    GroupBlocks,
-    map_blocks,
-    prompt_blocks,
-    wanted_blocks,
-)
+from vllm_llmdd_connector.layout.blocks import NULL_BLOCK, GroupBlocks
+from vllm_llmdd_connector.scheduler.block_map import map_blocks, prompt_blocks, wanted_blocks
 
 
 def naive_pairs(

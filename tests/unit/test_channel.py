@@ -22,7 +22,6 @@ from vllm_llmdd_connector.control.channel import (
     ServerHandler,
     Sleeper,
     Wake,
-    tcp_url,
 )
 from vllm_llmdd_connector.control.messages import (
     MAX_MESSAGE_BYTES,
@@ -268,10 +267,6 @@ class TestPorts:
 
     def test_server_that_was_never_started_can_be_closed(self) -> None:
         Server("idle", HOST, 0, lambda: None).close()
-
-    def test_ipv6_addresses_get_brackets(self) -> None:
-        assert tcp_url("::1", 5) == "tcp://[::1]:5"
-        assert tcp_url("localhost", 5) == "tcp://localhost:5"
 
     def test_impossible_address_cannot_be_dialled(
         self, context: zmq.Context[zmq.Socket[bytes]]

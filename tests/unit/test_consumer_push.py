@@ -12,9 +12,9 @@ from fakes.decoder import BLOCKS, FIRST_CONTACT_S, PROMPT, Decoder
 from fakes.requests import make_request
 
 from vllm_llmdd_connector.config import ConnectorConfig
+from vllm_llmdd_connector.layout.blocks import WantedBlocks
 from vllm_llmdd_connector.metadata import PullJob, ReceiveJob
 from vllm_llmdd_connector.params import Ticket
-from vllm_llmdd_connector.scheduler.block_map import WantedBlocks
 
 RESERVE_S = ConnectorConfig().reserve_timeout_s
 

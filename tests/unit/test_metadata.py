@@ -6,6 +6,7 @@ import pickle
 
 from fakes.builders import make_endpoint, make_geometry
 
+from vllm_llmdd_connector.layout.blocks import GroupBlocks, WantedBlocks
 from vllm_llmdd_connector.metadata import (
     PrefillChunk,
     PullJob,
@@ -15,7 +16,6 @@ from vllm_llmdd_connector.metadata import (
     WorkerHandshake,
     WorkerReport,
 )
-from vllm_llmdd_connector.scheduler.block_map import GroupBlocks, WantedBlocks
 
 JOB = PullJob(
     request_id="r",

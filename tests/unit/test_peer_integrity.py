@@ -20,7 +20,7 @@ from vllm_llmdd_connector.control.messages import (
     Reserve,
     Sums,
 )
-from vllm_llmdd_connector.scheduler.block_map import GroupBlocks, WantedBlocks
+from vllm_llmdd_connector.layout.blocks import GroupBlocks, WantedBlocks
 from vllm_llmdd_connector.worker import verify as module
 from vllm_llmdd_connector.worker.checksum import pack
 

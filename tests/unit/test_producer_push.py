@@ -154,7 +154,7 @@ class TestLease:
         request = meeting.arrive()
         meeting.schedule(request)
         request.status.name = "FINISHED_STOPPED"
-        _, params = meeting.p.producer.request_finished(request, [(0, 0, 0)])
+        params = meeting.p.producer.request_finished(request, [(0, 0, 0)])
         assert params is not None
         grant = Grant(claim_id=1, production=1, secret="t", block_ids=((0, 5, 6),))
         assert meeting.answers[1][-1] == grant
@@ -168,7 +168,7 @@ class TestLease:
         meeting.drop()
         meeting.schedule(request)
         request.status.name = "FINISHED_STOPPED"
-        assert meeting.p.producer.request_finished(request, [(0, 0, 0)]) == (False, None)
+        assert meeting.p.producer.request_finished(request, [(0, 0, 0)]) is None
         assert meeting.num_handovers == 0
         assert meeting.p.message().voids == [1]
 

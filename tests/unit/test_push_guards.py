@@ -9,7 +9,7 @@ from fakes.clock import FakeClock
 from fakes.push_side import HeldTask, PushSide
 
 from vllm_llmdd_connector.control.messages import Done, Failed
-from vllm_llmdd_connector.scheduler.block_map import NULL_BLOCK
+from vllm_llmdd_connector.layout.blocks import NULL_BLOCK
 
 
 @pytest.fixture

@@ -17,8 +17,8 @@ from vllm_llmdd_connector.control.messages import (
     Queued,
     Void,
 )
+from vllm_llmdd_connector.layout.blocks import WantedBlocks
 from vllm_llmdd_connector.metadata import ReceiveJob
-from vllm_llmdd_connector.scheduler.block_map import WantedBlocks
 from vllm_llmdd_connector.worker.receive import Receive
 
 FIRST_GROUP = [WantedBlocks([5, 6], 1), WantedBlocks([], 3)]

@@ -86,7 +86,9 @@ def hand_over(p: SchedulerConnector) -> None:
     p.on_new_request(request)
     pool: Any = p._producer._block_pool  # type: ignore[union-attr]
     pool.allocate((1, 2, 3))
-    assert p.request_finished(request, [(1, 2, 3)])[1] is not None
+    is_delayed, answer = p.request_finished(request, [(1, 2, 3)])
+    assert not is_delayed, "vLLM would step without pause until the lease has ended"
+    assert answer is not None
 
 
 @pytest.fixture

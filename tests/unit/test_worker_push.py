@@ -10,8 +10,8 @@ from fakes.clock import wait_for
 from fakes.fake_datadist import FakeDataDist
 from fakes.rank import NUM_BLOCKS, Prefill, Rank, run
 
+from vllm_llmdd_connector.layout.blocks import WantedBlocks
 from vllm_llmdd_connector.metadata import PrefillChunk, ReceiveJob
-from vllm_llmdd_connector.scheduler.block_map import WantedBlocks
 
 UNTOUCHED = list(range(NUM_BLOCKS))
 PUSHED = [0, 1, 2, 3, 102, 101, 6, 7]

@@ -101,8 +101,8 @@ def new_context() -> "zmq.Context[zmq.Socket[bytes]]":
 
 
 def tcp_url(host: str, port: int) -> str:
-    """ZMQ's spelling of an address; IPv6 literals need brackets."""
-    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+    """ZMQ's spelling of an address."""
+    return f"tcp://{host}:{port}"
 
 
 def _bounded(
@@ -118,8 +118,6 @@ def _bounded(
     # While something is sent that nobody acknowledges, TCP does not probe but sends it again, for
     # a quarter of an hour by itself.
     socket.setsockopt(zmq.TCP_MAXRT, 1000 * keepalive_s * (1 + KEEPALIVE_PROBES))
-    if ":" in host:
-        socket.setsockopt(zmq.IPV6, 1)
     return socket
 
 

@@ -15,6 +15,7 @@ from vllm_llmdd_connector.datadist import _engine
 from vllm_llmdd_connector.datadist.cache_allocation import CacheAllocation
 from vllm_llmdd_connector.datadist.cache_task import CacheTask
 from vllm_llmdd_connector.datadist.checks import (
+    UINT64_MASK,
     block_array,
     check,
     check_elements,
@@ -43,8 +44,6 @@ from vllm_llmdd_connector.datadist.transfer_config import LayerSynchronizer
 from vllm_llmdd_connector.datadist.types import Cache, CacheDesc, Placement
 
 __all__ = ["CacheManager"]
-
-_MASK = 2**64 - 1
 
 
 class CacheManager(CacheAllocation):
@@ -176,7 +175,7 @@ class CacheManager(CacheAllocation):
         layers = layer_options(kwargs)
         with engine_errors("pull_blocks"):
             self._engine.pull_blocks(
-                src_cache_key.cluster_id & _MASK, ref, dst_cache.cache_id, src, dst, *layers
+                src_cache_key.cluster_id & UINT64_MASK, ref, dst_cache.cache_id, src, dst, *layers
             )
 
     def push_cache(
@@ -233,7 +232,7 @@ class CacheManager(CacheAllocation):
         ref = ref_of(dst_cache_key)
         with engine_errors("push_blocks"):
             self._engine.push_blocks(
-                dst_cache_key.cluster_id & _MASK,
+                dst_cache_key.cluster_id & UINT64_MASK,
                 ref,
                 src_cache.cache_id,
                 src,

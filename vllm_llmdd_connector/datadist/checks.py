@@ -13,6 +13,7 @@ from typing import Any
 from vllm_llmdd_connector.datadist.status import fail
 
 __all__ = [
+    "UINT64_MASK",
     "block_array",
     "check",
     "check_elements",
@@ -26,6 +27,9 @@ __all__ = [
     "check_uint32",
     "check_uint64",
 ]
+
+UINT64_MASK = 2**64 - 1
+"""Of ids, which may be given as negative numbers."""
 
 
 def check(condition: bool, message: str) -> None:
@@ -63,7 +67,7 @@ def check_uint32(name: str, value: object) -> None:
 
 
 def check_uint64(name: str, value: object) -> None:
-    check_int(name, value, 0, 2**64 - 1)
+    check_int(name, value, 0, UINT64_MASK)
 
 
 def check_int32(name: str, value: object) -> None:

@@ -55,19 +55,19 @@ class _Running:
         with engine_errors("init"):
             self.engine = _engine.HostEngine(
                 cluster_id,
-                settings.remote_access,
-                settings.sync_kv_timeout_ms,
-                settings.listen_ip,
-                settings.listen_port,
-                settings.device_pool,
-                settings.host_pool,
-                settings.link_total_time_ms,
-                settings.link_retries,
-                settings.transport,
-                settings.link_secret,
-                settings.nixl_library,
-                settings.staging_mib,
-                settings.share_memory,
+                remote_access=settings.remote_access,
+                sync_kv_timeout_ms=settings.sync_kv_timeout_ms,
+                listen_ip=settings.listen_ip,
+                listen_port=settings.listen_port,
+                device_pool=settings.device_pool,
+                host_pool=settings.host_pool,
+                link_total_time_ms=settings.link_total_time_ms,
+                link_retries=settings.link_retries,
+                transport=settings.transport,
+                link_secret=settings.link_secret,
+                nixl_library=settings.nixl_library,
+                staging_mib=settings.staging_mib,
+                share_memory=settings.share_memory,
             )
         link_use = LinkUse()
         self.cache_manager = CacheManager(self.engine, settings.remote_access)

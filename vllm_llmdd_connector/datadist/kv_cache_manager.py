@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_llmdd_connector.datadist import _engine
 from vllm_llmdd_connector.datadist.cache_task import CacheTask
 from vllm_llmdd_connector.datadist.checks import (
+    UINT64_MASK,
     block_array,
     check,
     check_elements,
@@ -51,7 +52,6 @@ if TYPE_CHECKING:
 
 __all__ = ["KvCacheManager"]
 
-_MASK = 2**64 - 1
 _PULL_OPTIONS = frozenset({"src_cache_offset", "dst_cache_offset"})
 _NO_KEY = (INVALID_ID, INVALID_ID, 0)
 
@@ -171,7 +171,7 @@ class KvCacheManager:
         check(len(src) > 0 and len(dst) > 0, "a list of blocks is empty")
         check(len(src) == len(dst), f"{len(src)} prompt blocks for {len(dst)} decoder blocks")
         layers = layer_options(kwargs)
-        cluster_id = prompt_cache_key.cluster_id & _MASK
+        cluster_id = prompt_cache_key.cluster_id & UINT64_MASK
         with self._link_use.transfer(cluster_id), first_generation_errors("pull_blocks"):
             self._engine.pull_blocks(
                 cluster_id, ref_of(prompt_cache_key), decoder_kv_cache.cache_id, src, dst, *layers

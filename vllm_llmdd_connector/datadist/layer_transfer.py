@@ -10,15 +10,16 @@ from collections.abc import Sequence
 
 from vllm_llmdd_connector.datadist import _engine
 from vllm_llmdd_connector.datadist.checks import (
+    UINT64_MASK,
     check,
     check_elements,
     check_type,
     check_uint32,
     check_uint64,
 )
-from vllm_llmdd_connector.datadist.keys import BlocksCacheKey, CacheKeyByIdAndIndex
 from vllm_llmdd_connector.datadist.kv_cache import KvCache
 from vllm_llmdd_connector.datadist.native_synchronizer import NativeLayerSynchronizer
+from vllm_llmdd_connector.datadist.refs import NO_REF, Ref, ref_of
 from vllm_llmdd_connector.datadist.transfer_config import (
     LayerSynchronizer,
     TransferConfig,
@@ -29,12 +30,7 @@ from vllm_llmdd_connector.datadist.types import Cache, Placement
 __all__ = ["AnyConfig", "start_transfer"]
 
 AnyConfig = TransferConfig | TransferWithCacheKeyConfig
-_Target = tuple[int, tuple[int, int, int, int], Sequence[int], tuple[int, int], int, int, int]
-
-# KeyKind of csrc/model/cache_key.h.
-_BY_MODEL, _BY_ID = 2, 3
-_MASK = 2**64 - 1
-_NO_REF = (_BY_MODEL, 0, 0, 0)
+_Target = tuple[int, Ref, Sequence[int], tuple[int, int], int, int, int]
 
 
 def start_transfer(
@@ -154,23 +150,17 @@ def _target(config: AnyConfig) -> _Target:
     span = (layers.start, layers.stop)
     if isinstance(config, TransferConfig):
         # An empty list would mean a destination by key; it cannot pass the checks.
-        return config.dst_cluster_id, _NO_REF, config.dst_addrs, span, 0, config.src_batch_index, 0
+        return config.dst_cluster_id, NO_REF, config.dst_addrs, span, 0, config.src_batch_index, 0
     key = config.cache_key
     return (
-        key.cluster_id & _MASK,
-        _ref(key),
+        key.cluster_id & UINT64_MASK,
+        ref_of(key),
         (),
         span,
         config.dst_layer_range.start,
         config.src_batch_index,
         config.token or 0,
     )
-
-
-def _ref(key: BlocksCacheKey | CacheKeyByIdAndIndex) -> tuple[int, int, int, int]:
-    if isinstance(key, BlocksCacheKey):
-        return _BY_MODEL, 0, key.model_id & _MASK, 0
-    return _BY_ID, key.cache_id & _MASK, 0, key.batch_index
 
 
 def _gate(synchronizer: LayerSynchronizer) -> object:

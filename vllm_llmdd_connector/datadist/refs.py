@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vllm_llmdd_connector.datadist.checks import (
+    UINT64_MASK,
     check,
     check_int64,
     check_range,
@@ -24,6 +25,7 @@ from vllm_llmdd_connector.datadist.keys import (
 from vllm_llmdd_connector.datadist.types import CacheDesc
 
 __all__ = [
+    "NO_REF",
     "AnyKey",
     "KeyFields",
     "LayerOptions",
@@ -52,7 +54,7 @@ BlockPairs = tuple["array[int]", "array[int]"]
 
 # KeyKind of csrc/model/cache_key.h.
 _BY_REQUEST, _BY_PREFIX, _BY_MODEL, _BY_ID = range(4)
-_MASK = 2**64 - 1
+NO_REF: Ref = (_BY_MODEL, 0, 0, 0)
 _LAYER_OPTIONS = frozenset({"src_layer_range", "dst_layer_range", "tensor_num_per_layer"})
 
 
@@ -74,7 +76,7 @@ def model_id_of(blocks_cache_key: BlocksCacheKey | None) -> int | None:
     if blocks_cache_key is None:
         return None
     check_type("blocks_cache_key", blocks_cache_key, BlocksCacheKey)
-    return blocks_cache_key.model_id & _MASK
+    return blocks_cache_key.model_id & UINT64_MASK
 
 
 def check_row(batch_index: int, size: int) -> None:
@@ -102,9 +104,9 @@ def _check_size(size: int) -> None:
 
 def ref_of(key: AnyKey) -> Ref:
     if isinstance(key, BlocksCacheKey):
-        return _BY_MODEL, 0, key.model_id & _MASK, 0
+        return _BY_MODEL, 0, key.model_id & UINT64_MASK, 0
     if isinstance(key, CacheKeyByIdAndIndex):
-        return _BY_ID, key.cache_id & _MASK, 0, key.batch_index
+        return _BY_ID, key.cache_id & UINT64_MASK, 0, key.batch_index
     check_cache_key(key)
     if key.prefix_id != INVALID_ID:
         return _BY_PREFIX, key.prefix_id, key.model_id, 0

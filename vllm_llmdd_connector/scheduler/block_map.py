@@ -1,29 +1,9 @@
 """From a request's block tables to the block indices of a transfer, per KV cache group. Pure."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from vllm_llmdd_connector.errors import TransferError
-
-NULL_BLOCK = 0
-"""vLLM's block 0: a hole in a table (out of a sliding window), never data."""
-
-
-class GroupBlocks(NamedTuple):
-    """What to copy for one KV cache group; the two lists are aligned."""
-
-    src_blocks: list[int]
-    dst_blocks: list[int]
-    first_position: int
-    """Position in the prompt, in blocks, of the first block of the range."""
-
-
-class WantedBlocks(NamedTuple):
-    """What D wants of one KV cache group."""
-
-    dst_blocks: list[int]
-    first_position: int
-    """Position in the prompt, in blocks, of the first one."""
+from vllm_llmdd_connector.layout.blocks import NULL_BLOCK, GroupBlocks, WantedBlocks
 
 
 def prompt_blocks(

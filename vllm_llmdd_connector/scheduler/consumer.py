@@ -18,13 +18,13 @@ from vllm_llmdd_connector.config import ConnectorConfig, is_allowed_peer
 from vllm_llmdd_connector.control.session import Granted, InQueue, Invited, Outcome, Refused
 from vllm_llmdd_connector.errors import RemoteProtocolError
 from vllm_llmdd_connector.ids import new_claim_id
+from vllm_llmdd_connector.layout.blocks import NULL_BLOCK
 from vllm_llmdd_connector.layout.groups import Group
 from vllm_llmdd_connector.log import get_logger
 from vllm_llmdd_connector.metadata import Job, StepMessage
 from vllm_llmdd_connector.metrics import TransferStats
 from vllm_llmdd_connector.params import AnyTicket, Appointment, wants_remote_prefill
 from vllm_llmdd_connector.scheduler.admission import check_ticket, checked_metaserver, ticket_of
-from vllm_llmdd_connector.scheduler.block_map import NULL_BLOCK
 from vllm_llmdd_connector.scheduler.consumer_request import OPEN, UNANSWERED, ConsumerRequest
 from vllm_llmdd_connector.scheduler.jobs import JobOrder, pull_job, receive_job
 from vllm_llmdd_connector.scheduler.request_state import RequestEvent, RequestState

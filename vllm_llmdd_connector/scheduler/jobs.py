@@ -5,15 +5,11 @@ from dataclasses import dataclass
 
 from vllm_llmdd_connector.control.session import Granted, Invited
 from vllm_llmdd_connector.errors import TransferError
+from vllm_llmdd_connector.layout.blocks import GroupBlocks, WantedBlocks
 from vllm_llmdd_connector.log import get_logger
 from vllm_llmdd_connector.metadata import PullJob, ReceiveJob
 from vllm_llmdd_connector.params import AnyTicket
-from vllm_llmdd_connector.scheduler.block_map import (
-    GroupBlocks,
-    WantedBlocks,
-    map_blocks,
-    wanted_blocks,
-)
+from vllm_llmdd_connector.scheduler.block_map import map_blocks, wanted_blocks
 
 logger = get_logger(__name__)
 

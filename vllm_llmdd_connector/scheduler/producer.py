@@ -21,6 +21,7 @@ from vllm_llmdd_connector.config import ConnectorConfig
 from vllm_llmdd_connector.control.messages import Grant
 from vllm_llmdd_connector.errors import RemoteProtocolError
 from vllm_llmdd_connector.ids import new_secret
+from vllm_llmdd_connector.layout.blocks import NULL_BLOCK
 from vllm_llmdd_connector.layout.groups import Group
 from vllm_llmdd_connector.log import get_logger
 from vllm_llmdd_connector.metadata import LeasedPrompt, SentPrompt, StepMessage
@@ -32,7 +33,7 @@ from vllm_llmdd_connector.params import (
     transfer_id_of,
     wants_remote_decode,
 )
-from vllm_llmdd_connector.scheduler.block_map import NULL_BLOCK, final_blocks, prompt_blocks
+from vllm_llmdd_connector.scheduler.block_map import final_blocks, prompt_blocks
 from vllm_llmdd_connector.scheduler.handover import Gate, Handover, HandoverTable
 from vllm_llmdd_connector.scheduler.lease import Lease, LeaseEnd, LeaseTable
 from vllm_llmdd_connector.scheduler.prefill_steps import Prefill, PrefillSteps
@@ -46,7 +47,7 @@ logger = get_logger(__name__)
 
 _HANDED_OVER = frozenset({"FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED"})
 
-_NOT_HELD = "the prefill server does not hold the blocks"
+_NOT_LEASED = "the prefill server does not hold the blocks"
 
 BlockTable = tuple[tuple[int, ...], ...]
 
@@ -172,32 +173,32 @@ class Producer:
 
     def request_finished(
         self, request: "Request", block_ids: Sequence[Sequence[int]]
-    ) -> tuple[bool, dict[str, Any] | None]:
-        """Hold the prompt's blocks and return the params for D, or (False, None).
+    ) -> dict[str, Any] | None:
+        """Hold the prompt's blocks and return the params for D, or None.
 
-        ``block_ids``: the request's blocks per group of vLLM. The first value is always False: vLLM
-        may end the request, the lease has its own references.
+        ``block_ids``: the request's blocks per group of vLLM, which may end the request: the lease
+        has its own references.
         """
         if not wants_remote_decode(request.kv_transfer_params):
-            return False, None
+            return None
         prefill = self._prefills.forget(request.request_id)
         if request.status.name not in _HANDED_OVER:
             self._abandon(request.request_id, prefill)
-            return False, None
+            return None
         if self._block_pool is None:
             self._refuse_handover(
                 request.request_id,
                 "vLLM has not bound its block pool; does a wrapping connector forward "
                 "bind_gpu_block_pool?",
             )
-            return False, None
+            return None
         self.free_ended()
         prompt_id = request_prompt_hash(request)
         if prompt_id is None:
             self._refuse_handover(
                 request.request_id, "a prompt of embeddings is not handed over; D prefills itself"
             )
-            return False, None
+            return None
         blocks = prompt_blocks(
             self._transferred(block_ids), self._block_sizes, request.num_prompt_tokens
         )
@@ -209,7 +210,7 @@ class Producer:
             )
         if prefill is not None:
             self._after_prefill(prefill, lease)
-        return False, None if lease is None else self._params(lease, request.num_prompt_tokens)
+        return None if lease is None else self._params(lease, request.num_prompt_tokens)
 
     def _num_final(self, request: "Request") -> tuple[int, ...]:
         """Which blocks of a prompt have checksums; empty when none is wanted.
@@ -261,7 +262,7 @@ class Producer:
                     self._log_over_cap(request_id)
             if handover is None or lease is None:
                 if handover is not None:
-                    self.handovers.end(handover, _NOT_HELD)
+                    self.handovers.end(handover, _NOT_LEASED)
                 return lease
             for suitor in self.handovers.computed(handover, lease):
                 grant = Grant(
@@ -437,7 +438,7 @@ class Producer:
                 # vLLM uses again what a window leaves, while the workers could still send it.
                 if not handover.was_dropped:
                     self._log_over_cap(prefill.request_id)
-                self.handovers.end(handover, _NOT_HELD)
+                self.handovers.end(handover, _NOT_LEASED)
                 self._voids.append(prefill.production)
 
     def _followed_blocks(self, prefill: Prefill) -> BlockTable:

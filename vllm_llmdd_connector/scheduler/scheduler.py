@@ -268,16 +268,17 @@ class SchedulerConnector:
     def request_finished(
         self, request: "Request", block_ids: Sequence[Sequence[int]]
     ) -> tuple[bool, dict[str, Any] | None]:
+        """Never has vLLM keep the request; the params are D's."""
         if self._consumer_trace is not None:
             self._consumer_trace.request_finished(request)
         if self._consumer is not None:
             self._consumer.request_finished(request)
         if self._producer is None:
             return False, None
-        result = self._producer.request_finished(request, block_ids)
+        params = self._producer.request_finished(request, block_ids)
         if self._producer_trace is not None:
-            self._producer_trace.request_finished(request, result[1] is not None)
-        return result
+            self._producer_trace.request_finished(request, params is not None)
+        return False, params
 
     def reset_cache(self) -> bool:
         """The prefix cache is to be reset: give back what ended leases still hold."""

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 
 from vllm_llmdd_connector.control.messages import AskSums, BlockSpan, GroupSums, NoSums, Sums
 from vllm_llmdd_connector.errors import RemoteProtocolError
+from vllm_llmdd_connector.layout.blocks import NULL_BLOCK
 from vllm_llmdd_connector.layout.kv_layout import CachePlan
 from vllm_llmdd_connector.metadata import LeasedPrompt
-from vllm_llmdd_connector.scheduler.block_map import NULL_BLOCK
 from vllm_llmdd_connector.worker.checksum import Place, Policy, chosen, pack
 from vllm_llmdd_connector.worker.push_plan import Reply
 from vllm_llmdd_connector.worker.step_fences import StepFences

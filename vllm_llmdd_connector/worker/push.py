@@ -25,11 +25,11 @@ from vllm_llmdd_connector.control.messages import (
     Void,
 )
 from vllm_llmdd_connector.errors import RemoteProtocolError
+from vllm_llmdd_connector.layout.blocks import NULL_BLOCK
 from vllm_llmdd_connector.layout.kv_layout import CachePlan
 from vllm_llmdd_connector.log import get_logger
 from vllm_llmdd_connector.metadata import PrefillChunk
 from vllm_llmdd_connector.metrics import TransferStats
-from vllm_llmdd_connector.scheduler.block_map import NULL_BLOCK
 from vllm_llmdd_connector.trace.recorder import NO_TRACE, Trace
 from vllm_llmdd_connector.worker.backend import Fence
 from vllm_llmdd_connector.worker.dispatch import Dispatcher, WriteEngine
