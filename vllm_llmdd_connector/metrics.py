@@ -27,9 +27,9 @@ COUNTERS = {
     "leases_voided": "Leases that P gave up because it preempted or aborted their request",
     "sent_requests": "Requests whose KV was pushed, times ranks",
     "sent_bytes": "KV bytes pushed",
-    "sent_transfers": "transfer_cache_async calls that succeeded",
+    "sent_transfers": "Transfers of one cache to one decode rank that succeeded",
     "leases_over_cap": "Finished prompts not handed over because leases hold too many blocks",
-    "not_handed_over": "Finished prompts that cannot be handed over, as those of embeddings",
+    "not_handed_over": "Prompts not handed over for another reason than the cap, as embeddings",
     "local_prefills": "Requests without remote KV on an engine that is only a consumer",
     "integrity_checked_blocks": "Received blocks whose checksums were compared with the prefill "
     "server's, summed over KV cache groups and ranks",

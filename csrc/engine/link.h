@@ -1,7 +1,10 @@
 // One link to one peer process: a Unix socket, the thread that serves it, and the calls in flight.
 //
-//   LINKED --fail()---> FAILED     the peer hung up, timed out or broke the protocol; stays until
-//   unlinked LINKED --forget()-> UNLINKED   one side asked for it
+// clang-format off
+//   LINKED --fail()----> FAILED    the peer hung up, timed out or broke the protocol;
+//                                  it stays in the table until it is unlinked
+//   LINKED --forget()--> UNLINKED  one side asked for it
+// clang-format on
 //
 // The thread sleeps in poll(2) until the socket, the peer's pidfd or a wake-up says otherwise. API
 // threads send by themselves. A short call looks for its reply on the socket for a moment before it
@@ -15,6 +18,7 @@
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
+#include <deque>
 #include <functional>
 #include <map>
 #include <memory>

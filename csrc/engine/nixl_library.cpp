@@ -23,7 +23,7 @@ class Loader {
  private:
   [[noreturn]] void fail(const std::string& why) const {
     throw Error(Status::kFeatureNotEnabled, "NIXL cannot be loaded from " + path_ + ": " + why +
-                                                "; install vllm-llmdd-connector[nixl] anew");
+                                                "; pip install --force-reinstall 'nixl>=1.5'");
   }
 
   const std::string path_;

@@ -24,8 +24,7 @@ bool needs_nixl(const TransportFacts& local, const TransportFacts& peer) {
 std::string missing_nixl_sentence(const TransportFacts& local, const TransportFacts& peer) {
   std::string why = local.boot_id != peer.boot_id ? "the peer runs on another host"
                                                   : "the peer's transport is nixl";
-  return why +
-         ", and NIXL is not installed here; pip install vllm-llmdd-connector[nixl] on both sides";
+  return why + ", and NIXL is not installed here; pip install 'nixl>=1.5' on both sides";
 }
 
 }  // namespace llmdd

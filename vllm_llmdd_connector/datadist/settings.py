@@ -211,7 +211,7 @@ def _transport(options: Mapping[str, str]) -> _Transport:
     library = "" if transport in ("shm", "cma") else find_nixl_library()
     if transport == "nixl" and not library:
         fail(
-            "transport is nixl, but NIXL is not installed; pip install vllm-llmdd-connector[nixl]",
+            "transport is nixl, but NIXL is not installed; pip install 'nixl>=1.5' on both sides",
             LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
         )
     staging_mib = _number(_STAGING, options.get(_STAGING, _DEFAULT_STAGING_MIB))
