@@ -91,22 +91,6 @@ class Deadlines(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 DEADLINE_OPTIONS = tuple(Deadlines.__struct_fields__)
 
-STAGE_OPTIONS = {
-    "handshake": "first_contact_timeout_s",
-    "claim": "first_contact_timeout_s",
-    "announce": "first_contact_timeout_s",
-    "metaserver": "metaserver_timeout_s",
-    "reserve": "reserve_timeout_s",
-    "queue": "request_timeout_s",
-    "link": "link_timeout_ms",
-    "transfer": "sync_kv_timeout_ms",
-    "push": "request_timeout_s",
-    "integrity": "request_timeout_s",
-    "release": "release_timeout_s",
-}
-"""The option that bounds each stage at D; the stages are those of ``vllm:llmdd_failures_total``
-that wait for somebody."""
-
 
 def check_deadlines(deadlines: Deadlines) -> None:
     """Refuse values that would end everything at once, or never.

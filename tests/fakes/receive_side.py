@@ -7,16 +7,17 @@ from typing import Any, cast
 from vllm_llmdd_connector.control.channel import Dialer
 from vllm_llmdd_connector.control.messages import Done, Message, Reserve
 from vllm_llmdd_connector.errors import TransferError
+from vllm_llmdd_connector.layout.blocks import WantedBlocks
 from vllm_llmdd_connector.layout.kv_layout import CachePlan, Region
 from vllm_llmdd_connector.metadata import ReceiveJob
-from vllm_llmdd_connector.scheduler.block_map import WantedBlocks
-from vllm_llmdd_connector.worker.receive import Receive, Receiver
+from vllm_llmdd_connector.worker.receive import Receive, ReceiveLimits, Receiver
 
 P, D = 0xA, 0xD
 DEADLINE_S = 60.0
 NOW_S = 7.0
 LINK_NUMBER = 11
 CANCEL_TIMEOUT_S = 9.0
+LIMITS = ReceiveLimits(CANCEL_TIMEOUT_S, "within 9 s", "within 60 s")
 PLANS = [
     CachePlan(0, 0, 100, 64, (Region("a", 0, 64, ("a",)),)),
     CachePlan(1, 0, 100, 32, (Region("b", 0, 32, ("b",)),)),
@@ -79,7 +80,7 @@ class Side:
         self.log: list[str] = []
         self.engine = RecordingEngine(self.log, has_reservations)
         self.link = RecordingLink(self.log)
-        self.receiver = Receiver(self.engine, PLANS, P, CANCEL_TIMEOUT_S, self.link)
+        self.receiver = Receiver(self.engine, PLANS, P, LIMITS, self.link)
         self._dialer = RecordingDialer()
         self.dialer = cast(Dialer, self._dialer)
 

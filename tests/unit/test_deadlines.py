@@ -12,12 +12,10 @@ from vllm_llmdd_connector.config import OPTION_NAMES, read_config
 from vllm_llmdd_connector.deadlines import (
     DEADLINE_OPTIONS,
     MIN_RENEWAL_S,
-    STAGE_OPTIONS,
     Deadlines,
     drain_limit_s,
 )
 from vllm_llmdd_connector.errors import ConfigError
-from vllm_llmdd_connector.metrics import STAGES
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "vllm_llmdd_connector"
@@ -62,11 +60,6 @@ class TestOnePlace:
         ]
         zeros = [entry for entry in found if not entry[1].endswith("= 0.0")]
         assert zeros == []
-
-    def test_every_stage_that_waits_names_its_option(self) -> None:
-        at_once = {"params", "connection", "block map"}
-        assert set(STAGES) - at_once == set(STAGE_OPTIONS)
-        assert set(STAGE_OPTIONS.values()) <= set(DEADLINE_OPTIONS)
 
 
 class TestWords:

@@ -13,7 +13,7 @@ from fakes.puller import TP_RANK, Puller, make_job
 
 from vllm_llmdd_connector.control.messages import Release, Unknown, encode
 from vllm_llmdd_connector.errors import LinkError, TransferError, TransferTimeout
-from vllm_llmdd_connector.scheduler.block_map import GroupBlocks
+from vllm_llmdd_connector.layout.blocks import GroupBlocks
 from vllm_llmdd_connector.worker import pull as pull_module
 from vllm_llmdd_connector.worker import releases as releases_module
 
@@ -151,6 +151,7 @@ class TestFailure:
         request_id = puller.submit(1)
         puller.wait_reported(request_id)
         assert "did not confirm in time" in puller.failed[request_id]
+        assert puller.failed[request_id].endswith("within 0.05 s (raise release_timeout_s)")
         peer.ack(peer.next_release())
         other = puller.submit(2)
         peer.ack(peer.releases_by_claim([2])[2])
@@ -204,6 +205,13 @@ class TestFailure:
         peer.ack(peer.next_release())
         puller.wait_reported(request_id)
         assert puller.engine.names() == ["link", "pull", "unlink", "link", "pull"]
+
+    def test_release_that_the_request_has_no_time_for_names_its_own_limit(
+        self, puller: Puller
+    ) -> None:
+        request_id = puller.submit(1, timeout_s=0.2)
+        puller.wait_reported(request_id)
+        assert puller.failed[request_id].endswith("within 60 s (raise request_timeout_s)")
 
     def test_job_without_groups_is_failed_untried(self, puller: Puller) -> None:
         request_id = puller.submit(1, groups=[])

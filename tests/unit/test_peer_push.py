@@ -13,7 +13,7 @@ from fakes.worker_peer import WorkerPeer
 
 from vllm_llmdd_connector.control.messages import Cancel, Release, Reserve
 from vllm_llmdd_connector.errors import LinkError
-from vllm_llmdd_connector.scheduler.block_map import WantedBlocks
+from vllm_llmdd_connector.layout.blocks import WantedBlocks
 
 OPENED = ["link", "open 0 [5, 6]"]
 
@@ -111,7 +111,8 @@ class TestFailure:
         request_id = puller.submit_receive(1, timeout_s=0.2)
         reserve = worker.next(Reserve)
         puller.wait_reported(request_id)
-        assert puller.failed[request_id].startswith("push: P did not send all blocks within")
+        limit = "within 60 s (raise request_timeout_s)"
+        assert puller.failed[request_id] == f"push: P did not send all blocks {limit}"
         assert worker.next(Cancel).reservation == reserve.reservation
 
     def test_peer_that_cannot_be_linked_fails_the_request(

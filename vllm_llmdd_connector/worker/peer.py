@@ -71,7 +71,7 @@ class PeerThread:
             context.engine,
             context.plans,
             endpoint.cluster_id,
-            context.cancel_timeout_s,
+            context.receive_limits,
             self._link,
         )
         self._reports = Reports(context, endpoint, self._forget)
@@ -141,7 +141,7 @@ class PeerThread:
         except LinkError as error:
             reason = str(error)
         except Exception as error:
-            logger.exception("peer %x: the pull thread failed", self.endpoint.cluster_id)
+            logger.exception("peer %x: its thread failed", self.endpoint.cluster_id)
             reason = f"internal error: {error}"
         self._end(reason)
 
@@ -272,7 +272,7 @@ class PeerThread:
                 self.endpoint,
                 self._context.engine.cluster_id,
                 self._link.number,
-                self._context.cancel_timeout_s,
+                self._context.receive_limits,
             )
         self._link.make()
 
@@ -304,8 +304,6 @@ class PeerThread:
         self._context.trace.event("reserve", **names_of(job), reservation=f"{reservation:x}")
 
     def _on_push_failed(self, transfer: Transfer, reason: str) -> None:
-        if time.monotonic() >= transfer.deadline_s:
-            reason = f"{reason}; the limit is request_timeout_s"
         self._reports.failed(transfer, "push", one_line(reason))
 
     def _on_pushed(self, transfer: Transfer, job: ReceiveJob, dialer: Dialer, done: Done) -> None:

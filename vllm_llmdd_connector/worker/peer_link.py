@@ -17,7 +17,7 @@ from vllm_llmdd_connector.metrics import TransferStats
 from vllm_llmdd_connector.trace.recorder import NO_TRACE, Trace
 from vllm_llmdd_connector.worker.completion import Completions
 from vllm_llmdd_connector.worker.digest import DigestLog
-from vllm_llmdd_connector.worker.receive import ReserveEngine
+from vllm_llmdd_connector.worker.receive import ReceiveLimits, ReserveEngine
 from vllm_llmdd_connector.worker.verify import Verifier
 
 logger = get_logger(__name__)
@@ -56,10 +56,15 @@ class PeerContext:
     """With option ``integrity``."""
 
     @property
-    def cancel_timeout_s(self) -> float:
-        """How long P may take to say that it writes nothing of a request any more: a call over a
-        link that is under way there, and the answer."""
-        return self.config.sync_kv_timeout_ms / 1000 + self.config.release_timeout_s
+    def receive_limits(self) -> ReceiveLimits:
+        """P may take a call over a link that is under way there, and its answer, to say that it
+        writes nothing of a request any more."""
+        cancel_s = self.config.sync_kv_timeout_ms / 1000 + self.config.release_timeout_s
+        return ReceiveLimits(
+            cancel_s,
+            f"within {cancel_s:g} s (raise sync_kv_timeout_ms or release_timeout_s)",
+            self.config.within("request_timeout_s"),
+        )
 
 
 class PeerLink:
@@ -112,7 +117,7 @@ def quiet_peer(
     endpoint: WorkerEndpoint,
     own_cluster_id: int,
     link_number: int,
-    timeout_s: float,
+    limits: ReceiveLimits,
 ) -> None:
     """Have P write nothing more of what this rank has reserved for earlier links.
 
@@ -130,7 +135,7 @@ def quiet_peer(
     poller = zmq.Poller()
     poller.register(dialer.socket, zmq.POLLIN)
     poller.register(dialer.monitor, zmq.POLLIN)
-    deadline_s = time.monotonic() + timeout_s
+    deadline_s = time.monotonic() + limits.cancel_timeout_s
     while True:
         messages, _ = dialer.receive()
         if CancelAck() in messages:
@@ -140,7 +145,7 @@ def quiet_peer(
         left_s = deadline_s - time.monotonic()
         if left_s <= 0:
             raise LinkError(
-                f"P's worker at {host}:{port} did not confirm within {timeout_s:.0f} s that it "
+                f"P's worker at {host}:{port} did not confirm {limits.within_cancel} that it "
                 "writes nothing of earlier requests; see whether its process is stopped"
             )
         poller.poll(int(left_s * 1000) + 1)

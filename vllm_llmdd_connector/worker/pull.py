@@ -15,7 +15,7 @@ from vllm_llmdd_connector.worker.releases import Answer, PendingRelease, Release
 from vllm_llmdd_connector.worker.reports import Reports, Transfer, names_of
 from vllm_llmdd_connector.worker.verify import PullChecks
 
-_NOT_HELD = {
+_UNCONFIRMED = {
     Answer.GIVEN_UP: (
         "P had given the blocks up before they were read (its lease expired); raise lease_s or "
         "reduce D's queue"
@@ -97,21 +97,28 @@ class Pulls:
     def _release(self, transfer: Transfer, job: PullJob, dialer: Dialer) -> None:
         now_s = time.monotonic()
         transfer.stage = "release"
-        limit_s = now_s + self._context.config.release_timeout_s
-        deadline_s = max(min(limit_s, transfer.deadline_s), now_s + RESEND_S)
-        on_answer = partial(self._on_confirmed, transfer, now_s)
+        config = self._context.config
+        limits = {
+            "release_timeout_s": now_s + config.release_timeout_s,
+            "request_timeout_s": transfer.deadline_s,
+        }
+        tightest = min(limits, key=lambda option: limits[option])
+        deadline_s = max(limits[tightest], now_s + RESEND_S)
+        on_answer = partial(self._on_confirmed, transfer, now_s, config.within(tightest))
         self._context.trace.event("release", **names_of(job))
         message = release_of(job, self._context.tp_rank, job.production, job.secret)
         self._releases.start(PendingRelease(message, deadline_s, on_answer), dialer, now_s)
 
-    def _on_confirmed(self, transfer: Transfer, released_s: float, answer: Answer) -> None:
+    def _on_confirmed(
+        self, transfer: Transfer, released_s: float, within: str, answer: Answer
+    ) -> None:
         if answer is Answer.HELD:
             self._context.stats.observe("release_seconds", time.monotonic() - released_s)
             self._reports.succeeded(transfer)
             return
-        reason = _NOT_HELD[answer]
+        reason = _UNCONFIRMED[answer]
         if answer is Answer.NONE:
-            reason = f"{reason}: {self._context.config.within('release_timeout_s')}"
+            reason = f"{reason}: {within}"
         self._reports.failed(transfer, "release", reason)
 
 

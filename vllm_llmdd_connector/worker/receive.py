@@ -50,6 +50,17 @@ class Link(Protocol):
     def drop(self) -> None: ...
 
 
+@dataclass(frozen=True, slots=True)
+class ReceiveLimits:
+    """Of waits for P; the words name the limit and the options that raise it."""
+
+    cancel_timeout_s: float
+    """For P's word that it writes nothing of a request any more."""
+    within_cancel: str
+    within_push: str
+    """For all blocks of a request, once they are reserved; its time is in the job."""
+
+
 @dataclass(slots=True)
 class Receive:
     """One request that waits for its push."""
@@ -80,15 +91,14 @@ class Receiver:
         engine: ReserveEngine,
         plans: Sequence[CachePlan],
         peer_cluster_id: int,
-        cancel_timeout_s: float,
+        limits: ReceiveLimits,
         link: Link,
     ) -> None:
-        """``cancel_timeout_s`` bounds the wait for P's word that it has stopped; ``link`` is
-        dropped when P has found it broken, before anything is reported."""
+        """``link`` is dropped when P has found it broken, before anything is reported."""
         self._engine = engine
         self._plans = list(plans)
         self._peer = peer_cluster_id
-        self._cancel_timeout_s = cancel_timeout_s
+        self._limits = limits
         self._link = link
         self._by_request: dict[str, Receive] = {}
         self._by_reservation: dict[int, Receive] = {}
@@ -149,7 +159,7 @@ class Receiver:
             self._fail(receive, reason)
         else:
             receive.given_up = reason
-            receive.deadline_s = now_s + self._cancel_timeout_s
+            receive.deadline_s = now_s + self._limits.cancel_timeout_s
         dialer.send([cancel])
 
     def give_up_all(self, reason: str, dialer: Dialer | None, now_s: float) -> None:
@@ -164,10 +174,8 @@ class Receiver:
             if now_s < receive.deadline_s:
                 continue
             if receive.given_up:
-                return (
-                    f"P did not confirm within {self._cancel_timeout_s:.0f} s that it has stopped"
-                )
-            reason = f"P did not send all blocks within {receive.job.timeout_s:.0f} s"
+                return f"P did not confirm {self._limits.within_cancel} that it has stopped"
+            reason = f"P did not send all blocks {self._limits.within_push}"
             self.give_up(request_id, reason, dialer, now_s)
         return ""
 
