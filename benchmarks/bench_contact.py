@@ -5,7 +5,7 @@
 
 Each turn starts a new P, D and proxy for every arm, one after the other. Both servers answer a
 request alone first, so that only what is between them is new; prompts are random tokens. Each vLLM
-server has one processor to itself, as in bench_servers.py, and the arms are that one's.
+server has one processor to itself, as in bench_servers.py, and the arms are among that one's.
 
 A line per arm: the first request's time to its first token, that of the ones after it, and turn by
 turn the difference between the first one and the median of the others.
@@ -24,7 +24,6 @@ from statistics import median
 
 from report import Report, quantiles
 from server_arms import (
-    NIXL_ARMS,
     Arm,
     Servers,
     Setup,
@@ -36,7 +35,7 @@ from server_options import ServerOptions
 from server_requests import measure, shifted
 
 BENCH = "contact"
-ARMS = ("pull", "push", *NIXL_ARMS)
+ARMS = ("pull", "push", "nixl")
 TOKENS, OUTPUT_TOKENS = 256, 3
 MAX_NUM_BATCHED_TOKENS = 2048
 QUICK = {"turns": 1, "warm_requests": 1}

@@ -24,7 +24,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, Any
 
@@ -86,7 +86,7 @@ RUNS = (
     Run("layer_overlap", _OVERLAP, 2, _QUICK_OVERLAP),
     Run("layer_overlap", f"{_OVERLAP} --compute hold", 2, f"{_QUICK_OVERLAP} --compute hold"),
     Run("integrity", "--repeats 11", 0.3, "--blocks 16 --repeats 1"),
-    Run("contact", "", 20, "--quick"),
+    Run("contact", "", 16, "--quick"),
     Run("network", "", 16, "--quick"),
     Run("servers", "", 33, "--quick"),
 )
@@ -134,7 +134,7 @@ class Recorder:
         began = time.monotonic()
         facts = {
             "command": " ".join([Path(command[1]).name, *command[2:]]),
-            "began": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "began": datetime.now(UTC).isoformat(timespec="seconds"),
             "load": round(os.getloadavg()[0], 2),
             "quick": self._is_quick,
         }
@@ -252,7 +252,7 @@ def main(arguments: Sequence[str]) -> int:
     signal.signal(signal.SIGTERM, _exit_on_terminate)
     runs, is_quick, is_whole = parse(arguments)
     of_record = is_whole and not is_quick
-    day = datetime.now(timezone.utc).strftime("%Y-%m-%d")
+    day = datetime.now(UTC).strftime("%Y-%m-%d")
     results = results_file(RESULTS if of_record else SCRATCH, day)
     console = Console(stderr=True)
     if not is_quick:

@@ -123,8 +123,9 @@ class TestThreads:
     @refused_by_vendor(Restriction.REGISTER_FIRST)
     def test_registering_and_pulling_together(self, pair: Pair) -> None:
         local, peer = pair()
-        peer.add_blocks()
+        source = peer.add_blocks(seed=100)
         cache = local.add_blocks()
+        before = local.dump(cache)
         done = threading.Event()
 
         def register() -> None:
@@ -137,6 +138,7 @@ class TestThreads:
             local.pull_blocks(local.api.BlocksCacheKey(2), cache, [0], [0])
         done.set()
         registering.join()
+        assert local.dump(cache) == moved(before, peer.dump(source), block_pieces([0], [0], 64))
 
 
 class TestIdle:

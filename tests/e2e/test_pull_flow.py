@@ -138,6 +138,7 @@ def test_64_requests_at_once_through_the_proxy_all_arrive(pair: Pair, servers: S
         for i in range(64)
     ]
     before = metrics(pair.decode_server)
+    earlier = digests(pair.digest_dir, "recv").keys()
     model = str(pair.decode_server.spec.model)
     answers = post_many(proxy, [body | {"model": model} for body in bodies])
     after = metrics(pair.decode_server)
@@ -146,6 +147,7 @@ def test_64_requests_at_once_through_the_proxy_all_arrive(pair: Pair, servers: S
         assert_same_generation(pair.reference(**body), answer)
     sent, received = digests(pair.digest_dir, "send"), digests(pair.digest_dir, "recv")
     assert all(sent[key] == digest for key, digest in received.items())
+    assert len({transfer for transfer, *_ in received.keys() - earlier}) == 64
 
 
 def test_list_of_two_prompts_gives_each_its_own_text(pair: Pair) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,6 +26,7 @@ from vllm_llmdd_connector.control.messages import (
     WorkerEndpoint,
     raw_fingerprint,
 )
+from vllm_llmdd_connector.layout.blocks import GroupBlocks, WantedBlocks
 from vllm_llmdd_connector.layout.groups import Group
 from vllm_llmdd_connector.metadata import (
     PrefillChunk,
@@ -35,7 +37,6 @@ from vllm_llmdd_connector.metadata import (
 )
 from vllm_llmdd_connector.metrics import TransferStats
 from vllm_llmdd_connector.params import read_ticket
-from vllm_llmdd_connector.scheduler.block_map import GroupBlocks, WantedBlocks
 from vllm_llmdd_connector.scheduler.producer import Producer
 from vllm_llmdd_connector.scheduler.producer_control import ProducerControl
 from vllm_llmdd_connector.worker.worker import WorkerConnector
@@ -48,6 +49,13 @@ class FullAttentionSpec:
     """Its name is what counts."""
 
     block_size = 16
+
+
+def own_memory(num_blocks: int, block_bytes: int) -> torch.Tensor:
+    """Apart from the heap, as a real cache is: malloc would put one of 32 MiB there, too, in a
+    process that has freed such ones before, and pages of the heap cannot be shared."""
+    pages = mmap.mmap(-1, num_blocks * block_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(pages, dtype=torch.uint8).view(num_blocks, block_bytes)
 
 
 class Rank:
@@ -65,9 +73,7 @@ class Rank:
         config: Any = SimpleNamespace(kv_transfer_config=transfer)
         kv_cache_config: Any = SimpleNamespace(kv_cache_groups=[group], num_blocks=NUM_BLOCKS)
         self.worker = WorkerConnector(config, kv_cache_config, ConnectorConfig(**options), 0)
-        self.caches = {
-            name: torch.empty(NUM_BLOCKS, block_bytes, dtype=torch.uint8) for name in "ab"
-        }
+        self.caches = {name: own_memory(NUM_BLOCKS, block_bytes) for name in "ab"}
         for cache in self.caches.values():
             cache[:] = torch.arange(fill, fill + NUM_BLOCKS, dtype=torch.uint8)[:, None]
         self.worker.register_kv_caches(self.caches)
@@ -160,7 +166,7 @@ class Prefill:
             request_id, PROMPT, {"do_remote_decode": True}, status="FINISHED_STOPPED"
         )
         self.pool.allocate((1, 2))
-        _, params = self.producer.request_finished(request, [[1, 2]])
+        params = self.producer.request_finished(request, [[1, 2]])
         self.pool.end_request((1, 2))
         assert params is not None
         ticket = read_ticket(params)

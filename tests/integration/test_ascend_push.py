@@ -21,8 +21,8 @@ from fakes.install import vendor_importable
 from fakes.push_rank import LAYERS, Layout, Prompt, PushRank, idle, known, pusher_of
 from fakes.rank import Prefill
 
+from vllm_llmdd_connector.layout.blocks import WantedBlocks
 from vllm_llmdd_connector.metadata import ReceiveJob
-from vllm_llmdd_connector.scheduler.block_map import WantedBlocks
 
 OPTIONS = {"link_timeout_ms": 2000, "sync_kv_timeout_ms": 1500}
 SLOW_COPIES = 3_000_000
@@ -396,6 +396,7 @@ class TestDeath:
         stopped.resume()
         received, failed = stopped.call("wait", "r0", "r1", "r2")
         assert received == set()
+        assert set(failed) == {"r0", "r1", "r2"}
         assert all("LLM_TIMEOUT" in reason for reason in failed.values()), failed
         again = pair.prompt(4, 4)
         pair.submit(1, 4, [20, 21, 22, 23])
