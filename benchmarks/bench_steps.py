@@ -126,6 +126,7 @@ def _vllm_config(role: str) -> Any:
         parallel_config=parallel,
         model_config=model,
         cache_config=SimpleNamespace(cache_dtype="auto"),
+        compilation_config=SimpleNamespace(static_forward_context={}),
         speculative_config=None,
     )
 

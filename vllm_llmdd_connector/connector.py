@@ -261,6 +261,11 @@ def _check_modes(vllm_config: "VllmConfig", config: ConnectorConfig) -> None:
             "sleep mode takes the KV cache away from under its registration; leave "
             "--enable-sleep-mode out"
         )
+    if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
+        raise ConfigError(
+            "each server would scale its KV cache by what it has seen itself; leave "
+            "--calculate-kv-scales out"
+        )
     is_pusher = vllm_config.kv_transfer_config.is_kv_producer and config.push
     if is_pusher and getattr(vllm_config.parallel_config, "use_ubatching", False):
         raise ConfigError(

@@ -149,3 +149,5 @@ class WorkerHandshake(KVConnectorHandshakeMetadata):
     groups: tuple[GroupGeometry, ...]
     can_push: bool
     """Whether the rank's engine can push, or be pushed into."""
+    kv_format: str
+    """See ``worker.kv_format``."""

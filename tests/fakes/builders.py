@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+
 from vllm_llmdd_connector.control.fingerprint import Fingerprint
 from vllm_llmdd_connector.control.messages import (
     PROTOCOL_VERSION,
@@ -49,8 +51,16 @@ def make_fingerprint(**changes: Any) -> Fingerprint:
         "tensor_parallel_size": 1,
         "speculative": "none",
         "groups": (make_geometry(),),
+        "kv_format": "CPU_ATTN/vec",
     }
     return Fingerprint(**{**fields, **changes})
+
+
+def make_model_facts() -> dict[str, Any]:
+    """What ``model_facts`` reads from a configuration for ``make_fingerprint``."""
+    fields = msgspec.structs.asdict(make_fingerprint())
+    others = {"protocol_version", "groups", "kv_format", "integrity"}
+    return {name: value for name, value in fields.items() if name not in others}
 
 
 def make_ticket(prompt: list[int] | None = None, **changes: Any) -> Ticket:

@@ -15,7 +15,7 @@ import torch
 
 from fakes.clock import wait_for
 from fakes.fake_npu import FakeNpu
-from fakes.rank import FullAttentionSpec, Rank
+from fakes.rank import NO_LAYERS, FullAttentionSpec, Rank
 from vllm_llmdd_connector.config import ConnectorConfig
 from vllm_llmdd_connector.metadata import PrefillChunk, WorkerReport
 from vllm_llmdd_connector.worker.push import Pusher
@@ -69,7 +69,9 @@ class PushRank(Rank):
             is_kv_consumer=kv_role == "kv_consumer",
         )
         group = SimpleNamespace(kv_cache_spec=FullAttentionSpec(), layer_names=list(LAYERS))
-        vllm_config: Any = SimpleNamespace(kv_transfer_config=transfer)
+        vllm_config: Any = SimpleNamespace(
+            kv_transfer_config=transfer, compilation_config=NO_LAYERS
+        )
         cache_config: Any = SimpleNamespace(kv_cache_groups=[group], num_blocks=NUM_BLOCKS)
         config = ConnectorConfig(**options)
         self.worker = WorkerConnector(vllm_config, cache_config, config, 0)

@@ -45,6 +45,9 @@ NUM_BLOCKS = 8
 PROMPT = list(range(32))
 
 
+NO_LAYERS = SimpleNamespace(static_forward_context={})
+
+
 class FullAttentionSpec:
     """Its name is what counts."""
 
@@ -70,7 +73,7 @@ class Rank:
             is_kv_consumer=kv_role == "kv_consumer",
         )
         group = SimpleNamespace(kv_cache_spec=FullAttentionSpec(), layer_names=["a", "b"])
-        config: Any = SimpleNamespace(kv_transfer_config=transfer)
+        config: Any = SimpleNamespace(kv_transfer_config=transfer, compilation_config=NO_LAYERS)
         kv_cache_config: Any = SimpleNamespace(kv_cache_groups=[group], num_blocks=NUM_BLOCKS)
         self.worker = WorkerConnector(config, kv_cache_config, ConnectorConfig(**options), 0)
         self.caches = {name: own_memory(NUM_BLOCKS, block_bytes) for name in "ab"}

@@ -5,11 +5,10 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-import msgspec
 import pytest
 
 from fakes.block_pool import FakeBlockPool
-from fakes.builders import make_endpoint, make_fingerprint, make_geometry
+from fakes.builders import make_endpoint, make_geometry, make_model_facts
 from vllm_llmdd_connector.config import ConnectorConfig
 from vllm_llmdd_connector.metadata import WorkerHandshake
 from vllm_llmdd_connector.scheduler import scheduler as module
@@ -20,9 +19,7 @@ def make_side(
     role: str, monkeypatch: pytest.MonkeyPatch, shutdown_timeout: int = 0, **options: Any
 ) -> SchedulerConnector:
     """One whole scheduler side; ``options`` are the connector's."""
-    facts = msgspec.structs.asdict(make_fingerprint())
-    del facts["protocol_version"], facts["groups"], facts["integrity"]
-    monkeypatch.setattr(module, "model_facts", lambda vllm_config: facts)
+    monkeypatch.setattr(module, "model_facts", lambda vllm_config: make_model_facts())
     config: Any = SimpleNamespace(
         kv_transfer_config=SimpleNamespace(
             engine_id=f"engine of {role}",
@@ -39,7 +36,7 @@ def make_side(
     cache: Any = SimpleNamespace(kv_cache_groups=[group], num_blocks=8)
     side = SchedulerConnector(config, cache, ConnectorConfig(**options))
     endpoint = make_endpoint() if role == "kv_producer" else None
-    side.set_handshake({0: WorkerHandshake(0, endpoint, (make_geometry(),), True)})
+    side.set_handshake({0: WorkerHandshake(0, endpoint, (make_geometry(),), True, "CPU_ATTN/vec")})
     pool: Any = FakeBlockPool(8)
     side.bind_block_pool(pool)
     return side

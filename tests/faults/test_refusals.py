@@ -98,6 +98,11 @@ def sleep_mode(config: Any) -> None:
     config.model_config.enable_sleep_mode = True
 
 
+def own_scales(config: Any) -> None:
+    """An option of vLLM until 0.2x only; pydantic takes no field that it has not."""
+    object.__setattr__(config.cache_config, "calculate_kv_scales", True)
+
+
 OPTIONS = {
     "--pipeline-parallel-size": (
         set_parallel(pipeline_parallel_size=2),
@@ -116,6 +121,7 @@ OPTIONS = {
         "one engine's ranks are on 2 machines",
     ),
     "--enable-sleep-mode": (sleep_mode, "leave --enable-sleep-mode out"),
+    "--calculate-kv-scales": (own_scales, "leave --calculate-kv-scales out"),
     "--enable-dbo": (
         set_parallel(enable_dbo=True),
         "set push to false in kv_connector_extra_config, or leave --enable-dbo",
@@ -307,7 +313,9 @@ class TestTensors:
     def test_refused_missing_rank(self, start: Callable[..., LLMDataDistConnector]) -> None:
         """A worker that sent no handshake would leave D without its heads."""
         connector = start(KVConnectorRole.SCHEDULER, tp_size=2)
-        parts: Any = {0: WorkerHandshake(tp_rank=0, endpoint=None, groups=(), can_push=False)}
+        parts: Any = {
+            0: WorkerHandshake(tp_rank=0, endpoint=None, groups=(), can_push=False, kv_format="")
+        }
         with pytest.raises(ConfigError, match="1 of 2 workers sent a handshake"):
             connector.set_xfer_handshake_metadata(parts)
 

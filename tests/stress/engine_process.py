@@ -16,10 +16,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import msgspec
 import torch
-from fakes.builders import make_fingerprint
-from fakes.rank import FullAttentionSpec
+from fakes.builders import make_model_facts
+from fakes.rank import NO_LAYERS, FullAttentionSpec
 from kv_memory import LAYERS, KVMemory
 
 from vllm_llmdd_connector.config import ConnectorConfig
@@ -114,15 +113,14 @@ class EngineProcess:
         parallel = SimpleNamespace(tensor_parallel_size=1, data_parallel_rank=0)
         vllm: Any = SimpleNamespace(
             kv_transfer_config=transfer,
+            compilation_config=NO_LAYERS,
             parallel_config=parallel,
             speculative_config=None,
             shutdown_timeout=0,
         )
         group = SimpleNamespace(kv_cache_spec=FullAttentionSpec(), layer_names=list(LAYERS))
         cache: Any = SimpleNamespace(kv_cache_groups=[group], num_blocks=NUM_BLOCKS)
-        facts = msgspec.structs.asdict(make_fingerprint())
-        del facts["protocol_version"], facts["groups"], facts["integrity"]
-        scheduler.model_facts = lambda vllm_config: facts
+        scheduler.model_facts = lambda vllm_config: make_model_facts()
         config = ConnectorConfig(**OPTIONS)
         self.worker = WorkerConnector(vllm, cache, config, 0)
         self.worker.register_kv_caches(self.memory.tensors)

@@ -59,7 +59,7 @@ def test_micro_batches_are_refused_where_layers_are_pushed(
     for side in ("SchedulerConnector", "_check_failure_route"):
         monkeypatch.setattr(connector_module, side, lambda *args: None)
     config = parallel(use_ubatching=True)
-    config.model_config = SimpleNamespace()
+    config.model_config = config.cache_config = SimpleNamespace()
     config.kv_transfer_config = SimpleNamespace(
         is_kv_producer=role != "consumer",
         is_kv_consumer=role != "producer",
@@ -162,6 +162,7 @@ def make_connector() -> Iterator[Callable[[str], LLMDataDistConnector]]:
         config: Any = SimpleNamespace(
             kv_transfer_config=transfer,
             model_config=SimpleNamespace(),
+            cache_config=SimpleNamespace(),
             parallel_config=SimpleNamespace(tensor_parallel_size=1, data_parallel_rank=0),
             speculative_config=None,
         )

@@ -22,6 +22,12 @@ def test_equal_fingerprints_have_no_difference() -> None:
         ({"dtype": "float16"}, "dtype differs: local 'bfloat16', peer 'float16'"),
         ({"tensor_parallel_size": 2}, "tensor_parallel_size differs: local 1, peer 2"),
         ({"speculative": "ngram:3"}, "speculative differs: local 'none', peer 'ngram:3'"),
+        (
+            {"kv_format": "CPU_ATTN/amx"},
+            "kv_format differs: local 'CPU_ATTN/vec', peer 'CPU_ATTN/amx', attention backends "
+            "whose blocks hold the same KV as other bytes; choose one --attention-backend for "
+            "both, on CPUs machines with the same instructions",
+        ),
         ({"integrity": "full"}, "integrity differs: local 'off', peer 'full'"),
         ({"groups": ()}, "number of KV cache groups differs: local 1, peer 0"),
         (

@@ -63,7 +63,9 @@ def test_step_message_is_empty_only_without_any_order() -> None:
 
 
 def test_everything_survives_pickling() -> None:
-    handshake = WorkerHandshake(0, make_endpoint(), (make_geometry(),), can_push=True)
+    handshake = WorkerHandshake(
+        0, make_endpoint(), (make_geometry(),), can_push=True, kv_format="CPU_ATTN/vec"
+    )
     prompts = [SentPrompt("p", "t", ((1, 2),))]
     step = StepMessage(prompts, [CHUNK], [7], [JOB, RECEIVE], {"x": "claim: gone"})
     for part in (handshake, step, WorkerReport({"r": "x"})):

@@ -43,6 +43,8 @@ class Fingerprint(msgspec.Struct, frozen=True, kw_only=True):
     speculative: str
     """Method and draft length, or ``none``: draft layers have KV too."""
     groups: tuple[GroupGeometry, ...]
+    kv_format: str
+    """Attention backends, which say how the bytes inside a block are laid out."""
     integrity: str = "off"
     """The option: D expects the checksums that P computes."""
 
@@ -54,6 +56,8 @@ def first_difference(local: Fingerprint, peer: Fingerprint) -> str | None:
         if ours != theirs:
             if name == "groups":
                 return _group_difference(local.groups, peer.groups)
+            if name == "kv_format":
+                return _format_difference(ours, theirs)
             return f"{name} differs: local {_short(ours)}, peer {_short(theirs)}"
     return None
 
@@ -70,6 +74,14 @@ def _group_difference(local: tuple[GroupGeometry, ...], peer: tuple[GroupGeometr
                     f"peer {_short(other)}"
                 )
     return "KV cache groups differ"
+
+
+def _format_difference(local: str, peer: str) -> str:
+    return (
+        f"kv_format differs: local {_short(local)}, peer {_short(peer)}, attention backends whose "
+        "blocks hold the same KV as other bytes; choose one --attention-backend for both, on CPUs "
+        "machines with the same instructions"
+    )
 
 
 def _short(value: object) -> str:

@@ -132,6 +132,7 @@ class SchedulerConnector:
         fingerprint = Fingerprint(
             protocol_version=PROTOCOL_VERSION,
             groups=ranks[0].groups,
+            kv_format=ranks[0].kv_format,
             integrity=self._config.integrity,
             **model_facts(self._vllm_config),
         )

@@ -20,7 +20,7 @@ from vllm_llmdd_connector.control.messages import (
     Message,
     WorkerEndpoint,
 )
-from vllm_llmdd_connector.errors import ConfigError, RemoteProtocolError
+from vllm_llmdd_connector.errors import ConfigError, RemoteProtocolError, TransferError
 from vllm_llmdd_connector.ids import cluster_id, new_instance
 from vllm_llmdd_connector.layout.groups import Group, transfer_groups
 from vllm_llmdd_connector.layout.kv_layout import CachePlan, group_geometry, plan_caches
@@ -39,12 +39,14 @@ from vllm_llmdd_connector.worker.checksum import BlockReader
 from vllm_llmdd_connector.worker.completion import Completions, Drained
 from vllm_llmdd_connector.worker.digest import DigestLog
 from vllm_llmdd_connector.worker.engine import DataDistEngine
+from vllm_llmdd_connector.worker.kv_format import kv_format
 from vllm_llmdd_connector.worker.lease_sums import LeaseSums
 from vllm_llmdd_connector.worker.peer import PeerThread
 from vllm_llmdd_connector.worker.peer_link import PeerContext
 from vllm_llmdd_connector.worker.peers import Peer, Peers
 from vllm_llmdd_connector.worker.push import Pusher
 from vllm_llmdd_connector.worker.push_sums import PushSums
+from vllm_llmdd_connector.worker.reports import Reports, Transfer
 from vllm_llmdd_connector.worker.step_trace import StepTrace, cache_facts
 from vllm_llmdd_connector.worker.sum_thread import SumThread
 from vllm_llmdd_connector.worker.verify import Verifier
@@ -67,6 +69,7 @@ class WorkerConnector:
         tp_rank: int,
     ) -> None:
         transfer = vllm_config.kv_transfer_config
+        self._vllm_config = vllm_config
         self._config = config
         self._engine_id = str(transfer.engine_id)
         self._role = str(transfer.kv_role)
@@ -133,6 +136,7 @@ class WorkerConnector:
                 for group in self._groups
             ),
             can_push=self._engine.can_push,
+            kv_format=kv_format(self._vllm_config, self._groups),
         )
         self._peer_context = PeerContext(
             config=self._config,
@@ -320,7 +324,14 @@ class WorkerConnector:
 
     def _start(self, job: Job, fence: Fence | None) -> None:
         self._completions.expect(job.request_id, job.loaded_blocks)
-        self._peers.start(job, job.workers[self._tp_rank], fence)
+        endpoint = job.workers[self._tp_rank]
+        try:
+            self._peers.start(job, endpoint, fence)
+        except TransferError as error:
+            assert self._peer_context is not None
+            reports = Reports(self._peer_context, endpoint, forget=lambda request_id: None)
+            now_s = time.monotonic()
+            reports.failed(Transfer(job, fence, now_s, now_s), "queue", str(error))
 
     def _make_peer(
         self,
