@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <chrono>
 #include <string>
+#include <system_error>
 
 #include "common/clock.h"
 #include "common/log.h"
@@ -56,7 +57,12 @@ LayerTask::LayerTask(Transfers& transfers, LayerRequest request, std::shared_ptr
       results_(request_.targets.size()) {}
 
 void LayerTask::start() {
-  thread_ = std::thread([self = shared_from_this()] { self->run(); });
+  try {
+    thread_ = std::thread([self = shared_from_this()] { self->run(); });
+  } catch (const std::system_error& error) {
+    throw Error(Status::kFailed,
+                std::string("the transfer's thread does not start: ") + error.what());
+  }
 }
 
 bool LayerTask::own_process() const { return ::getpid() == owner_pid_; }

@@ -56,7 +56,7 @@ class LayerTask : public std::enable_shared_from_this<LayerTask> {
  public:
   LayerTask(Transfers& transfers, LayerRequest request, std::shared_ptr<LayerGate> gate);
 
-  void start();
+  void start();  // throws Error(kFailed) when no thread can be had
   // Stops the task; what is not decided stays so. Does not wait.
   void cancel();
   // After `cancel`: returns when the engine is not used any more. Waits a few seconds for the

@@ -64,6 +64,7 @@ class Cluster(BulkMethods):
         transport: str = "",
         share_minimum: int = 1,
         share_memory: bool = True,
+        staging_mib: int = 0,
         link_secret: str = "",
         host: str = "127.0.0.1",
     ) -> None:
@@ -84,6 +85,8 @@ class Cluster(BulkMethods):
         choose_transport(config, transport)
         if link_secret:
             config.link_secret = link_secret
+        if staging_mib:
+            config.staging_mib = staging_mib
         if not share_memory:
             config.share_memory = False
         if backend is not None:
@@ -443,6 +446,19 @@ class Cluster(BulkMethods):
         self.connect()
         cache = self.caches[cache_id]
         return self.manager.transfer_cache_async(cache, synchronizer, configs, *args, **options)
+
+    def transfer_to_nobody(self, cache_id: int) -> list[str]:
+        """The results of a transfer to a cluster that is not linked, or why it did not start."""
+        config = self.api.TransferWithCacheKeyConfig(
+            self.api.BlocksCacheKey(99), range(1), range(1), 0
+        )
+        synchronizer = self.api.NativeLayerSynchronizer(1)
+        synchronizer.mark_all()
+        try:
+            task = self.transfer(synchronizer, cache_id, [config], [0], [0])
+        except self.api.LLMException as error:
+            return [str(error)]
+        return [status.name for status in task.get_results()]
 
     def open_reservation(self, cache_id: int, blocks: Sequence[int]) -> int:
         return int(self.manager.open_reservation(self.caches[cache_id], blocks))

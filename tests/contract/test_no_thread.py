@@ -32,7 +32,7 @@ def peer(engine: str) -> Iterator[Peer]:
     """A new process: one that has had threads keeps their stacks for the next ones."""
     peer = Peer()
     try:
-        peer.create(2, api=engine)
+        peer.create(2, api=engine, remote=True)
         yield peer
         assert peer.release()
     finally:
@@ -56,7 +56,7 @@ def pulls(local: Cluster, peer: Peer) -> bool:
 
 
 def test_its_own_link_fails_alone(make_local: MakeLocal, peer: Peer) -> None:
-    local = make_local()
+    local = make_local(remote=True)
     with no_thread(peer):
         assert peer.link(1, local.port()).name == "LLM_LINK_FAILED"
         assert "thread does not start" in peer.link_error(1)
@@ -65,7 +65,7 @@ def test_its_own_link_fails_alone(make_local: MakeLocal, peer: Peer) -> None:
 
 
 def test_link_by_another_fails_alone(make_local: MakeLocal, peer: Peer) -> None:
-    local = make_local()
+    local = make_local(remote=True)
     with no_thread(peer):
         assert local.link(2, peer.listen_port, 2000).name == "LLM_LINK_FAILED"
     assert local.link(2, peer.listen_port).name == "LLM_SUCCESS"
@@ -74,9 +74,19 @@ def test_link_by_another_fails_alone(make_local: MakeLocal, peer: Peer) -> None:
 
 def test_several_links_fail_alone(make_local: MakeLocal, peer: Peer) -> None:
     """They would be made on several threads; 7 and 8 are not who listens there."""
-    local = make_local()
+    local = make_local(remote=True)
     with no_thread(peer):
         ports = {cluster_id: local.port() for cluster_id in (1, 7, 8)}
         assert {status.name for status in peer.link_all(ports)} == {"LLM_LINK_FAILED"}
     assert peer.link(1, local.port()).name == "LLM_SUCCESS"
     assert pulls(local, peer)
+
+
+def test_transfer_fails_alone(peer: Peer) -> None:
+    """It once ended with an error that callers do not expect, and vLLM's worker with it."""
+    cache = peer.add_blocks()
+    with no_thread(peer):
+        [refusal] = peer.transfer_to_nobody(cache)
+        assert "LLM_FAILED" in refusal
+        assert "the transfer's thread does not start" in refusal
+    assert peer.transfer_to_nobody(cache) == ["LLM_NOT_YET_LINK"]

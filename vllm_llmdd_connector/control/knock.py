@@ -48,13 +48,20 @@ class Knocker:
     def knock(self, address: Address, message: Knock, on_failed: OnFailed) -> None:
         """Send ``message``; ``on_failed`` is called, on another thread, when D is not there.
 
-        It may be called after D has had the message, when D's process ends.
+        It may be called after D has had the message, when D's process ends, and before this
+        returns, when no thread is to be had.
         """
+        if self._thread is None:
+            thread = threading.Thread(target=self._run, name="llmdd-knock", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:
+                _log_untold(message, error)
+                on_failed()
+                return
+            self._thread = thread
         self._commands.append((address, message, on_failed))
         self._sleeper.wake()
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="llmdd-knock", daemon=True)
-            self._thread.start()
 
     def close(self) -> None:
         """Stop the thread and close all connections; idempotent."""
@@ -81,9 +88,7 @@ class Knocker:
         try:
             door = self._doors.get(address) or self._open(address)
         except LinkError as error:
-            logger.warning(
-                "transfer %s: its decode server is not told: %s", message.transfer_id, error
-            )
+            _log_untold(message, error)
             on_failed()
             return
         door.used_s = time.monotonic()
@@ -120,3 +125,7 @@ class Knocker:
         dialer = self._doors.pop(address).dialer
         self._sleeper.ignore(dialer.monitor)
         dialer.close()
+
+
+def _log_untold(message: Knock, error: Exception) -> None:
+    logger.warning("transfer %s: its decode server is not told: %s", message.transfer_id, error)

@@ -65,10 +65,15 @@ class MetaserverClient:
         self._stopping = False
 
     def post(self, key: str, url: str, body: dict[str, Any], on_answer: OnAnswer) -> None:
-        """Send ``body``; ``on_answer`` is called once, on another thread, unless cancelled."""
+        """Send ``body``; ``on_answer`` is called once, on another thread, unless cancelled; before
+        this returns when no thread is to be had."""
         if self._stopping:
             return
-        loop = self._loop or self._start()
+        try:
+            loop = self._loop or self._start()
+        except (OSError, RuntimeError) as error:
+            on_answer(f"{url} cannot be asked: {error}")
+            return
         self._posts[key] = asyncio.run_coroutine_threadsafe(self._post(url, body, on_answer), loop)
 
     def cancel(self, key: str) -> None:
@@ -87,12 +92,17 @@ class MetaserverClient:
             self._thread.join()
 
     def _start(self) -> asyncio.AbstractEventLoop:
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(
-            target=self._run, args=(self._loop,), name="llmdd-metaserver", daemon=True
+        loop = asyncio.new_event_loop()
+        thread = threading.Thread(
+            target=self._run, args=(loop,), name="llmdd-metaserver", daemon=True
         )
-        self._thread.start()
-        return self._loop
+        try:
+            thread.start()
+        except RuntimeError:
+            loop.close()
+            raise
+        self._loop, self._thread = loop, thread
+        return loop
 
     def _run(self, loop: asyncio.AbstractEventLoop) -> None:
         try:

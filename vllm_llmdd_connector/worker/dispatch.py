@@ -129,10 +129,15 @@ class Dispatcher:
 
     def add(self, piece: WrittenPiece) -> None:
         """Write it in its turns, as its layers are computed."""
-        self._pieces.append(piece)
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="llmdd-dispatch", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._run, name="llmdd-dispatch", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:
+                self._ledger.fail(piece.order.reservation, f"no thread to write with: {error}")
+                return
+            self._thread = thread
+        self._pieces.append(piece)
         self._changed.notify_all()
 
     def when_quiet(self, is_meant: Callable[[Reservation], bool], tell: Callable[[], None]) -> None:

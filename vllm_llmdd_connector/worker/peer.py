@@ -89,8 +89,16 @@ class PeerThread:
         )
 
     def start(self) -> None:
-        """Begin to serve. A job queued before this is never lost to a peer that is already gone."""
-        self._thread.start()
+        """Begin to serve. A job queued before this is never lost to a peer that is already gone.
+
+        Raises:
+            RuntimeError: no thread is to be had; nothing is left of this object.
+        """
+        try:
+            self._thread.start()
+        except RuntimeError:
+            self._sleeper.close()
+            raise
 
     def submit(self, job: Job, fence: Fence | None = None) -> bool:
         """Queue a job; False when the thread has ended and a new one is needed.

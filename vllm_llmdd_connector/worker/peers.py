@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Protocol
 
 from vllm_llmdd_connector.control.messages import WorkerEndpoint
+from vllm_llmdd_connector.errors import TransferError
 from vllm_llmdd_connector.metadata import Job
 from vllm_llmdd_connector.worker.backend import Fence
 
@@ -52,16 +53,23 @@ class Peers:
             return iter(list(self._by_cluster.values()))
 
     def start(self, job: Job, endpoint: WorkerEndpoint, fence: Fence | None) -> None:
-        """Have the peer at ``endpoint`` serve a job."""
+        """Have the peer at ``endpoint`` serve a job.
+
+        Raises:
+            TransferError: there is neither a peer nor what a new one needs.
+        """
         with self._lock:
             peer = self._by_cluster.get(endpoint.cluster_id)
             if peer is not None and peer.submit(job, fence):
                 return
             self._make_room()
-            peer = self._make(endpoint, job.control_address, self._forget)
+            try:
+                peer = self._make(endpoint, job.control_address, self._forget)
+                peer.submit(job, fence)
+                peer.start()
+            except (OSError, RuntimeError) as error:
+                raise TransferError(f"nothing to serve it with: {error}") from None
             self._by_cluster[endpoint.cluster_id] = peer
-            peer.submit(job, fence)
-            peer.start()
 
     def give_up(self, request_id: str, reason: str) -> None:
         """The request's blocks are not wanted any more."""

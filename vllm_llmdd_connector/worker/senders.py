@@ -80,7 +80,11 @@ class Senders:
         """Send it as soon as its layers are computed, and others to this D rank have ended."""
         sender = self.by_cluster.get(piece.cluster_id)
         if sender is None:
-            sender = _Sender(piece.cluster_id, self, self._ledger, self._lock)
+            try:
+                sender = _Sender(piece.cluster_id, self, self._ledger, self._lock)
+            except RuntimeError as error:
+                self._ledger.fail(piece.order.reservation, f"no thread to send with: {error}")
+                return
             self.by_cluster[piece.cluster_id] = sender
         sender.add(piece)
 

@@ -56,9 +56,18 @@ class SumThread:
         with self.changed:
             self._jobs.extend(jobs)
             if self._thread is None and not self._stopping:
-                self._thread = threading.Thread(target=self._run, name="llmdd-sums", daemon=True)
-                self._thread.start()
+                self._thread = self._started()
             self.changed.notify_all()
+
+    def _started(self) -> threading.Thread | None:
+        """None when no thread is to be had: the jobs wait for the next one's, D for its limit."""
+        thread = threading.Thread(target=self._run, name="llmdd-sums", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:
+            logger.error("checksums have to wait: no thread to compute them with: %s", error)
+            return None
+        return thread
 
     def close(self) -> None:
         """End the thread after the block that it reads; idempotent."""
