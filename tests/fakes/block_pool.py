@@ -56,5 +56,10 @@ class FakeBlockPool:
             held = self.touched.count(block.block_id) - self.freed.count(block.block_id)
             assert held >= 0, f"block {block.block_id} was freed once too often"
 
+    def reset_prefix_cache(self) -> bool:
+        """As vLLM's: not while a block is in use."""
+        self._check_thread()
+        return not self.in_use
+
     def _check_thread(self) -> None:
         assert threading.get_ident() == self._thread, "vLLM's blocks changed on a foreign thread"

@@ -27,6 +27,20 @@ class TestExpiry:
         pair.finish()
         assert counts(pair.p)["leases_expired"] == 1
 
+    @pytest.mark.parametrize("preempts", [False, True])
+    def test_idle_p_resets_its_prefix_cache_once_no_lease_lives(
+        self, make_pair: MakePair, preempts: bool
+    ) -> None:
+        """It once refused, or raised, until it was asked for another prompt."""
+        pair = make_pair()
+        pair.params(prompt_of(70))
+        pair.p.drain()
+        assert not pair.p.scheduler.reset_prefix_cache()
+        pair.p_clock.advance(LEASE_S + 1)
+        assert pair.p.scheduler.reset_prefix_cache(reset_running_requests=preempts)
+        assert counts(pair.p)["leases_expired"] == 1
+        pair.finish()
+
     def test_one_renewed_lease_delays_no_other(self, make_pair: MakePair) -> None:
         pair = make_pair()
         faults = pair.network.faults(pair.producers[0])

@@ -106,6 +106,20 @@ class TestDeadlines:
         assert table.take_ended(10.9) == []
         assert table.take_ended(11.0) == leases
 
+    def test_claim_goes_on_with_the_prompt_s_next_production(self, table: LeaseTable) -> None:
+        """A preempted prompt is computed again before the blocks of its first lease are freed,
+        which took the claim with it."""
+        first = open_lease(table)
+        claim(table, first, 1)
+        table.void(first)
+        second = open_lease(table)
+        table.attach(second, 1, 1.0)
+        assert table.take_ended(2.0) == [first]
+        table.forget(first)
+        assert table.has_claim(1)
+        assert table.renew(1, LEASE_S)
+        assert table.take_ended(LEASE_S + 1) == []
+
     def test_claims_and_drops_leave_nothing_behind(self, table: LeaseTable) -> None:
         lease = open_lease(table)
         claim(table, lease, 1)

@@ -10,6 +10,7 @@ from fakes.clock import wait_for
 from fakes.summed_memory import SummedMemory
 
 from vllm_llmdd_connector.control.messages import (
+    NOT_HELD,
     AskSums,
     BlockSpan,
     GroupSums,
@@ -86,8 +87,7 @@ def worker() -> Iterator[Worker]:
 
 
 def refused(number: int = 1) -> list[Message]:
-    reason = "the prefill server no longer holds these blocks (released or expired)"
-    return [NoSums(number=number, reason=reason)]
+    return [NoSums(number=number, reason=NOT_HELD)]
 
 
 class TestAnswers:

@@ -42,13 +42,13 @@ class TestChunks:
         assert meeting.finish(request) is not None
 
     @pytest.mark.parametrize("transfer_id", ["", "x" * 513, "a\nb", 7])
-    def test_bad_transfer_id_is_counted_and_the_prompt_handed_over_as_usual(
+    def test_bad_transfer_id_is_counted_and_the_prompt_is_a_plain_prefill(
         self, meeting: Meeting, transfer_id: Any
     ) -> None:
         request = meeting.arrive(transfer_id=transfer_id)
         assert meeting.p.counts() == {"not_handed_over": 1}
         assert meeting.schedule(request).is_empty
-        assert meeting.finish(request) is not None
+        assert meeting.finish(request) is None
 
     def test_second_request_of_a_transfer_id_is_a_plain_prefill(self, meeting: Meeting) -> None:
         """``n`` choices at P have one transfer id."""
@@ -56,6 +56,7 @@ class TestChunks:
         second = meeting.arrive("p1")
         assert meeting.schedule(second).is_empty
         assert meeting.num_handovers == 1
+        assert meeting.finish(second) is None
 
 
 class TestLease:
@@ -264,6 +265,9 @@ class TestGate:
         assert meeting.schedule(request).chunks == []
         assert meeting.num_handovers == 1
         assert meeting.p.counts()["not_handed_over"] == 1
+        assert meeting.finish(request) is None
+        assert meeting.p.producer.num_leases == 1  # the other prompt's
+        assert not meeting.p.producer._plain
 
     def test_request_of_the_sequential_flow_never_waits(self, meeting: Meeting) -> None:
         assert not meeting.p.producer.must_wait(meeting.arrive(transfer_id=None))

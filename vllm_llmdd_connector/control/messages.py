@@ -43,6 +43,8 @@ Text = Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
 Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 Reason = Annotated[str, msgspec.Meta(max_length=4096)]
 """A sentence for the other side's log."""
+NOT_HELD = "the prefill server no longer holds these blocks (released or expired)"
+"""The reason for whoever asks for a lease that has ended."""
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):

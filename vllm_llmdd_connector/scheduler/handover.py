@@ -12,7 +12,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 
-from vllm_llmdd_connector.control.messages import Admitted, Announce, Gone, Message, Queued
+from vllm_llmdd_connector.control.messages import (
+    NOT_HELD,
+    Admitted,
+    Announce,
+    Gone,
+    Message,
+    Queued,
+)
 from vllm_llmdd_connector.deadlines import SWEEP_S
 from vllm_llmdd_connector.scheduler.lease import Lease
 from vllm_llmdd_connector.states import Transitions, next_state
@@ -160,8 +167,7 @@ class HandoverTable:
             return None
         if handover is not None and handover.lease is not None and handover.lease.end is not None:
             # The next step gives its blocks back, and the workers forget it.
-            reason = "the prefill server no longer holds these blocks (released or expired)"
-            reply(Gone(claim_id=message.claim_id, reason=reason))
+            reply(Gone(claim_id=message.claim_id, reason=NOT_HELD))
             return None
         if handover is None:
             self.sweep(now_s)

@@ -21,6 +21,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
+from vllm_llmdd_connector.control.messages import NOT_HELD
+
 MAX_CLAIMS = 1024
 """Claims on one lease: of the children of one request, and a proxy's repetitions."""
 
@@ -137,7 +139,7 @@ class LeaseTable:
         """Attach a D request to a lease; returns the lease, or a sentence why there is none."""
         lease = self._live(production, secret)
         if lease is None:
-            return "the prefill server no longer holds these blocks (released or expired)"
+            return NOT_HELD
         if lease.prompt_hash != prompt_hash:
             return "the prompt differs from the one that was prefilled"
         if claim_id in lease.closed:
@@ -221,7 +223,9 @@ class LeaseTable:
             # Not of a voided one: a D that has not all of it will want the next production.
             self._remember(lease)
         for claim_id in lease.claims:
-            self._claims.pop(claim_id, None)
+            # A D may have a claim to the prompt's next production by now.
+            if self._claims.get(claim_id) == lease.production:
+                del self._claims[claim_id]
         for block in lease.held_blocks:
             self._holders[block] -= 1
             if not self._holders[block]:
@@ -269,7 +273,9 @@ class LeaseTable:
 
     def _expire(self, lease: Lease) -> None:
         for claim_id in lease.claims:
-            self._claims.pop(claim_id, None)
+            # A D may have a claim to the prompt's next production by now.
+            if self._claims.get(claim_id) == lease.production:
+                del self._claims[claim_id]
         lease.claims.clear()
         self._end(lease, LeaseEnd.EXPIRED)
 

@@ -92,6 +92,8 @@ class Producer:
         self._sent_prompts: list[SentPrompt] = []
         self._voids: list[int] = []
         self._sums = config.integrity != "off"
+        self._plain: set[str] = set()
+        """Requests that vLLM has not ended yet and whose prompt is not handed over."""
         self._leased: list[LeasedPrompt] = []
         self._unleased: list[int] = []
 
@@ -100,8 +102,20 @@ class Producer:
         self.handovers.can_push = True
 
     def bind_block_pool(self, block_pool: "BlockPool") -> None:
-        """vLLM's blocks with their reference counts; given once, before the first request."""
+        """vLLM's blocks with their reference counts; given once, before the first request.
+
+        A lease ends on another thread, and its blocks go back with P's next request. vLLM resets
+        the prefix cache of an idle P, too, and only if nobody holds a block, and tells a connector
+        of it afterwards; so the pool asks first.
+        """
         self._block_pool = block_pool
+        reset = block_pool.reset_prefix_cache
+
+        def reset_prefix_cache() -> bool:
+            self.free_ended()
+            return reset()
+
+        block_pool.reset_prefix_cache = reset_prefix_cache  # type: ignore[method-assign]
 
     @property
     def num_leases(self) -> int:
@@ -122,7 +136,7 @@ class Producer:
         try:
             transfer_id = transfer_id_of(params)
         except RemoteProtocolError as error:
-            self._refuse_handover(request.request_id, str(error))
+            self._compute_plainly(request.request_id, str(error))
             return
         prompt_id = request_prompt_hash(request)
         if transfer_id is None or prompt_id is None or self._block_pool is None:
@@ -136,7 +150,7 @@ class Producer:
                 self._clock(),
             )
         if handover is None:
-            self._refuse_handover(
+            self._compute_plainly(
                 request.request_id, f"transfer id {transfer_id} is in use for another request"
             )
             return
@@ -163,7 +177,7 @@ class Producer:
                 self.handovers.end(handover, "")
         if gate is Gate.PLAIN:
             self._prefills.forget(request_id)
-            self._refuse_handover(
+            self._compute_plainly(
                 request_id,
                 f"no D has asked for it {self._config.within('first_contact_timeout_s')}, and "
                 "prompts without a D take their share of the cache (raise unreserved_fraction, or "
@@ -180,6 +194,9 @@ class Producer:
         has its own references.
         """
         if not wants_remote_decode(request.kv_transfer_params):
+            return None
+        if request.request_id in self._plain:
+            self._plain.discard(request.request_id)
             return None
         prefill = self._prefills.forget(request.request_id)
         if request.status.name not in _HANDED_OVER:
@@ -346,6 +363,11 @@ class Producer:
     def _refuse_handover(self, request_id: str, reason: str) -> None:
         self._stats.count("not_handed_over")
         logger.warning("request %s: not handed over: %s", request_id, reason)
+
+    def _compute_plainly(self, request_id: str, reason: str) -> None:
+        """As ``_refuse_handover``, before the prompt is computed."""
+        self._refuse_handover(request_id, reason)
+        self._plain.add(request_id)
 
     def _abandon(self, request_id: str, prefill: Prefill | None) -> None:
         """P's request was aborted or failed: nobody gets its blocks."""

@@ -10,7 +10,14 @@ import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from vllm_llmdd_connector.control.messages import AskSums, BlockSpan, GroupSums, NoSums, Sums
+from vllm_llmdd_connector.control.messages import (
+    NOT_HELD,
+    AskSums,
+    BlockSpan,
+    GroupSums,
+    NoSums,
+    Sums,
+)
 from vllm_llmdd_connector.errors import RemoteProtocolError
 from vllm_llmdd_connector.layout.blocks import NULL_BLOCK
 from vllm_llmdd_connector.layout.kv_layout import CachePlan
@@ -27,7 +34,6 @@ MAX_ENDED = 4096
 """Ended leases that are remembered, so that who comes late is told so."""
 MAX_PER_LEASE = 64
 """Questions about one lease that wait for an answer."""
-_NOT_HELD = "the prefill server no longer holds these blocks (released or expired)"
 
 
 @dataclass(slots=True, eq=False)
@@ -95,7 +101,7 @@ class LeaseSums:
             if message.production in self._held:
                 self._answer(message, reply)
             elif message.production in self._ended:
-                reply(_refusal(message, _NOT_HELD))
+                reply(_refusal(message, NOT_HELD))
             else:
                 self._park(message, reply)
 
@@ -117,7 +123,7 @@ class LeaseSums:
             return  # a repetition: it is being answered
         prompt = held.prompt
         if message.secret != prompt.secret:
-            reply(_refusal(message, _NOT_HELD))
+            reply(_refusal(message, NOT_HELD))
             return
         if len(message.spans) != len(prompt.block_ids) or not all(
             _is_within(span, ids) for span, ids in zip(message.spans, prompt.block_ids, strict=True)
@@ -177,7 +183,7 @@ class LeaseSums:
             held.is_over = True
             asked += [(ask.message, ask.reply) for ask in held.asks.values()]
         for message, reply in asked:
-            reply(_refusal(message, _NOT_HELD))
+            reply(_refusal(message, NOT_HELD))
 
     # The sum thread
 
