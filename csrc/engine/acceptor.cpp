@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <system_error>
 
 #include "common/log.h"
 #include "common/socket_io.h"
@@ -38,7 +39,12 @@ Acceptor::Acceptor(const std::string& ip, uint16_t port, Greet greet)
       listener_(listen_tcp(ip, port)),
       port_(bound_port(listener_.get())) {
   guard_forks(listener_.get());
-  thread_ = std::thread(&Acceptor::run, this);
+  try {
+    thread_ = std::thread(&Acceptor::run, this);
+  } catch (const std::system_error& error) {
+    g_listener = -1;  // its number will be another's
+    throw Error(Status::kFailed, std::string("the accept thread does not start: ") + error.what());
+  }
 }
 
 Acceptor::~Acceptor() {

@@ -139,8 +139,9 @@ void CacheTable::remove(int64_t id) {
 }
 
 void CacheTable::deallocate(int64_t id) {
+  std::shared_ptr<Cache> cache;  // its memory is given back without the lock
   std::unique_lock lock(mutex_);
-  std::shared_ptr<Cache> cache = cache_of(id);
+  cache = cache_of(id);
   if (!cache || !cache->references) return;
   cache->references->drop_id();
   if (!cache->references->gone()) return;

@@ -232,6 +232,15 @@ auto or_agree(uint64_t cluster_id, const ListenerActions& actions, Receive recei
   }
 }
 
+UniqueFd duplicate(int fd) {
+  UniqueFd copy(::fcntl(fd, F_DUPFD_CLOEXEC, 0));
+  if (!copy) {
+    throw Error(Status::kLinkFailed, "no descriptor for another link: " + errno_text(errno) +
+                                         "; raise the limit of open files");
+  }
+  return copy;
+}
+
 // The listening side's half on the Unix socket. The dialling side may still give up on TCP.
 void meet_on_socket(const Identity& self, const Prober& prober, uint64_t cluster_id, int tcp,
                     const WaitLimit& limit, const ListenerActions& actions) {
@@ -242,7 +251,7 @@ void meet_on_socket(const Identity& self, const Prober& prober, uint64_t cluster
   Visitor visitor = or_agree(
       cluster_id, actions, [&] { return receive_visitor(rendezvous, welcome.token, tcp, limit); });
   // `file` takes the socket; the copy is for telling the peer when it refuses.
-  UniqueFd socket(::fcntl(visitor.socket.get(), F_DUPFD_CLOEXEC, 0));
+  UniqueFd socket = duplicate(visitor.socket.get());
   send_frame(socket.get(), MessageType::kIntroduce, introduction(self, welcome.token).encode(),
              limit);
   or_reject(socket.get(), limit, [&] {
@@ -273,7 +282,7 @@ void stage_with_dialer(const Identity& self, uint64_t cluster_id, const UniqueFd
   send_frame(tcp.get(), MessageType::kStage, own.encode(), limit);
   memory->probe(limit, [&tcp] { return readable(tcp.get()); });
   expect(tcp.get(), MessageType::kVerdict, limit);
-  UniqueFd connection(::fcntl(tcp.get(), F_DUPFD_CLOEXEC, 0));
+  UniqueFd connection = duplicate(tcp.get());
   prepare_connection(connection.get());
   actions.file({cluster_id, std::move(connection), {}, std::move(memory)});
 }

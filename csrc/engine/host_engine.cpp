@@ -29,7 +29,7 @@ std::shared_ptr<MemoryPool> make_pool(const std::optional<PoolConfig>& config) {
 Identity make_identity(const EngineOptions& options, CopyThreads& threads) {
   Identity identity{options.cluster_id, options.remote_access, options.transport,
                     options.link_secret};
-  size_t num_slots = (options.staging_mib << 20) / kSlotBytes;
+  size_t num_slots = (size_t{options.staging_mib} << 20) / kSlotBytes;
   identity.nixl = std::make_shared<NixlLinks>(options.nixl_library, num_slots);
   identity.copy_threads = &threads;
   return identity;
@@ -164,8 +164,10 @@ Allocated HostEngine::allocate_cache(const CacheSpec& spec, size_t num_tensors,
                                      const std::vector<RowKey>& keys,
                                      std::optional<uint64_t> blocks_model_id) {
   Call call(*this);
-  return caches_.allocate(spec, num_tensors, pool(spec.host_placed), keys, blocks_model_id,
-                          regions_);
+  Allocated allocated =
+      caches_.allocate(spec, num_tensors, pool(spec.host_placed), keys, blocks_model_id, regions_);
+  regions_.explain();
+  return allocated;
 }
 
 void HostEngine::deallocate_cache(int64_t cache_id) {
@@ -193,7 +195,9 @@ SharedHold HostEngine::share(const CacheSpec& spec) {
   } catch (const Error&) {
     return {};  // the table refuses it, too, and says so
   }
-  return regions_.share(layout, Contents::kKept);
+  SharedHold shared = regions_.share(layout, Contents::kKept);
+  regions_.explain();
+  return shared;
 }
 
 int64_t HostEngine::register_cache(const CacheSpec& spec, const std::vector<RowKey>& keys) {
@@ -224,13 +228,14 @@ void HostEngine::greet(UniqueFd tcp, int stop_fd, std::atomic<bool>& heard) {
 }
 
 void HostEngine::file(Greeted greeted) {
+  uint64_t cluster_id = greeted.cluster_id;
   auto link = std::make_shared<Link>(std::move(greeted), service_,
                                      encode_frame(MessageType::kVerdict, 0, Outcome{}.encode()));
   links_.accept(link);
   // After those have left the table whose peers have died, so that it keeps nothing of them.
   links_.reap();
   links_.start(*link);
-  note_linked(greeted.cluster_id, "linked by the peer");
+  note_linked(cluster_id, "linked by the peer");
 }
 
 void HostEngine::dial_checked(const DialTarget& target, const WaitLimit& limit) {

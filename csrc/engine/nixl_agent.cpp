@@ -2,14 +2,18 @@
 
 #include <cstdlib>
 
+#include "common/clock.h"
 #include "common/log.h"
 #include "common/random.h"
 #include "common/status.h"
+#include "engine/poll_pause.h"
 
 namespace llmdd {
 namespace {
 
 constexpr const char* kPlugin = "UCX";
+// How long a write that nobody waits for may go on.
+constexpr int64_t kSettleMs = 250;
 
 void check(int status, const char* what, Status failure = Status::kFailed) {
   if (status == NixlLibrary::kSuccess) return;
@@ -130,6 +134,14 @@ void NixlAgent::progress() {
 }
 
 NixlAgent::Write::~Write() {
+  // UCX cancels badly what is on its way, and nearly all of it ends in a moment.
+  Deadline deadline = Deadline::after_ms(kSettleMs);
+  PollPause pause;
+  try {
+    while (!done() && !deadline.passed()) pause.pause();
+  } catch (const Error&) {
+    // It has ended.
+  }
   std::lock_guard lock(agent_.mutex_);
   agent_.nixl_->release_xfer_req(agent_.agent_, request_);
   agent_.nixl_->destroy_xfer_req(request_);

@@ -22,7 +22,7 @@ class NixlAgent {
     Write(NixlAgent& agent, NixlLibrary::Handle request) : agent_(agent), request_(request) {}
     Write(const Write&) = delete;
     Write& operator=(const Write&) = delete;
-    // One that has not ended is given up; bytes of it may still arrive at the peer.
+    // One that does not end within a moment is given up; bytes of it may still arrive at the peer.
     ~Write();
 
     // Moves what can be moved now. True once all bytes are in the peer's memory. Throws

@@ -4,7 +4,6 @@
 
 #include <deque>
 
-#include "common/log.h"
 #include "engine/copy_pace.h"
 #include "engine/copy_pieces.h"
 #include "engine/link.h"
@@ -59,6 +58,11 @@ struct NixlMemory::Fetching {
   Link::Sent sent;
 };
 
+struct NixlMemory::Abandoned {
+  Fetching fetch;
+  Deadline deadline;
+};
+
 // The fetches of one copy. What is on its way at the end is waited for by another thread.
 class NixlMemory::Fetches {
  public:
@@ -78,7 +82,7 @@ class NixlMemory::Fetches {
 
   void start(PlanChunks& chunks) {
     while (!chunks.empty() && fetching_.size() < kMostFetches) {
-      std::optional<size_t> slot = memory_.slab_.acquire();
+      std::optional<size_t> slot = memory_.free_slot();
       if (!slot) return;
       Fetching fetch{*slot, chunks.next(), {}};
       // Throws when the link has ended; then no slot is used again.
@@ -103,13 +107,16 @@ class NixlMemory::Fetches {
   }
 
  private:
-  // Next of all: requests that wait their turn may need these slots.
+  // By whoever needs a slot; the job is for the case that nobody does.
   void abandon() {
-    auto abandoned = std::make_shared<std::vector<Fetching>>(
-        std::make_move_iterator(fetching_.begin()), std::make_move_iterator(fetching_.end()));
+    {
+      std::lock_guard lock(memory_.abandoned_mutex_);
+      for (Fetching& fetch : fetching_) {
+        memory_.abandoned_.push_back({std::move(fetch), Deadline::after_ms(kDrainMs)});
+      }
+    }
     NixlMemory* memory = &memory_;
-    memory_.requests_.post([memory, abandoned] { memory->drain(std::move(*abandoned)); },
-                           RequestQueue::Order::kNext);
+    memory_.requests_.post([memory] { memory->drain(); }, RequestQueue::Order::kNext);
   }
 
   // The peer has written nothing, or the link has ended and the slot is not used again.
@@ -126,6 +133,8 @@ NixlMemory::NixlMemory(std::shared_ptr<const NixlLibrary> nixl, size_t num_slots
     : slab_(num_slots), agent_(std::move(nixl)) {
   agent_.register_memory(slab_.data(), slab_.size());
 }
+
+NixlMemory::~NixlMemory() { end(); }
 
 Stage NixlMemory::stage(const Nonce& token) {
   SlabFacts slab{reinterpret_cast<uint64_t>(slab_.data()),
@@ -218,31 +227,47 @@ void NixlMemory::copy(const CopyPlan& plan, const std::function<void()>& checkpo
   checkpoint();
 }
 
+std::optional<size_t> NixlMemory::free_slot() {
+  std::optional<size_t> slot = slab_.acquire();
+  if (slot) return slot;
+  reclaim();
+  return slab_.acquire();
+}
+
 // A slot that the peer may still write into must not be used again.
-void NixlMemory::drain(std::vector<Fetching> abandoned) {
-  Deadline deadline = Deadline::after_ms(kDrainMs);
+NixlMemory::Left NixlMemory::reclaim() {
+  std::lock_guard lock(abandoned_mutex_);
+  Left left = Left::kNothing;
+  for (auto it = abandoned_.begin(); it != abandoned_.end();) {
+    if (!is_answered(it->fetch)) {
+      if (left != Left::kTooLate) left = it->deadline.passed() ? Left::kTooLate : Left::kSome;
+      ++it;
+      continue;
+    }
+    if (link_->linked()) slab_.release(it->fetch.slot);
+    it = abandoned_.erase(it);
+  }
+  return left;
+}
+
+void NixlMemory::drain() {
+  PollPause pause;
   try {
-    for (const Fetching& fetch : abandoned) {
-      PollPause pause;
-      while (!is_answered(fetch)) {
-        if (deadline.passed()) return link_->fail("the bytes of a stopped copy did not end");
-        agent_.progress();
-        pause.pause();
-      }
-      if (!link_->linked()) return;
-      slab_.release(fetch.slot);
+    for (Left left = reclaim(); left != Left::kNothing; left = reclaim()) {
+      if (left == Left::kTooLate) return link_->fail("the bytes of a stopped copy did not end");
+      agent_.progress();
+      pause.pause();
     }
   } catch (const Error& error) {
     link_->fail(error.what());
   }
 }
 
-// Whether nothing is written for it any more: all was, or the peer refused it.
+// Whether nothing is written for it any more: all was, or the peer refused it, or the link ended.
 bool NixlMemory::is_answered(const Fetching& fetch) {
   try {
     return link_->try_finish(fetch.sent).has_value();
-  } catch (const Error& error) {
-    log(LogLevel::kDebug, std::string("a stopped copy: ") + error.what());
+  } catch (const Error&) {
     return true;
   }
 }

@@ -17,7 +17,9 @@
 // is free for the replies that a copy waits for. Two pushes may run at once.
 #pragma once
 
+#include <list>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <string>
 
@@ -37,7 +39,7 @@ constexpr size_t kRequestThreads = 2;
 class NixlMemory final : public PeerMemory {
  public:
   NixlMemory(std::shared_ptr<const NixlLibrary> nixl, size_t num_slots);
-  ~NixlMemory() override { end(); }
+  ~NixlMemory() override;
 
   // What the peer's `connect` needs.
   Stage stage(const Nonce& token);
@@ -56,9 +58,14 @@ class NixlMemory final : public PeerMemory {
  private:
   class Fetches;
   struct Fetching;
+  struct Abandoned;
+  enum class Left { kNothing, kSome, kTooLate };
 
   void answer(const Frame& request);
-  void drain(std::vector<Fetching> abandoned);
+  std::optional<size_t> free_slot();
+  // Gives back the slots of stopped copies whose bytes have ended; says what is left.
+  Left reclaim();
+  void drain();
   bool is_answered(const Fetching& fetch);
 
   StagingSlab slab_;
@@ -67,6 +74,8 @@ class NixlMemory final : public PeerMemory {
   SlabFacts peer_slab_;
   Link* link_ = nullptr;
   RequestHandler* handler_ = nullptr;
+  std::mutex abandoned_mutex_;
+  std::list<Abandoned> abandoned_;
   RequestQueue requests_{kRequestThreads};
 };
 

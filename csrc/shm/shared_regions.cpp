@@ -138,16 +138,17 @@ SharedHold SharedRegions::share(const CacheLayout& layout, Contents contents) {
       files.push_back(file);
     }
     for (const auto& used : files) ++entries_[used->id()].users;
+    if (refusal_.empty()) refusal_ = refusal;
   }
-  if (!refusal.empty()) explain(refusal);
   return {*this, std::move(files), mapped};
 }
 
-// Once: all tensors of a model are usually alike.
-void SharedRegions::explain(const std::string& refusal) {
+void SharedRegions::explain() {
+  std::string refusal;
   {
     std::lock_guard lock(mutex_);
-    if (std::exchange(explained_, true)) return;
+    if (refusal_.empty() || std::exchange(explained_, true)) return;
+    refusal = refusal_;
   }
   log(LogLevel::kWarning,
       "some registered memory is not shared, peers copy it by cross-memory attach: " + refusal);

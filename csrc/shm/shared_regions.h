@@ -53,8 +53,12 @@ class SharedRegions {
 
   // Shares what it can of a cache's tensors, before the cache is known to anyone else; without any
   // files the hold still tells whether the tensors were mapped. Throws
-  // Error(kParamInvalid or kOutOfMemory) for what kShm cannot do without.
+  // Error(kParamInvalid or kOutOfMemory) for what kShm cannot do without. Logs nothing, as callers
+  // may hold a lock.
   SharedHold share(const CacheLayout& layout, Contents contents);
+  // Says why something could not be shared, once: all tensors of a model are usually alike. Without
+  // a lock.
+  void explain();
 
  private:
   friend class SharedHold;
@@ -67,12 +71,12 @@ class SharedRegions {
   std::shared_ptr<SharedFile> create(const Intervals& wanted, Contents contents,
                                      std::string& refusal) const;
   void release(const SharedFiles& files);
-  void explain(const std::string& refusal);
 
   const Transport transport_;
   const bool enabled_;
   const std::function<void(uint64_t)> withdrawn_;
   std::mutex mutex_;
+  std::string refusal_;  // the first one
   bool explained_ = false;
   std::map<uint64_t, Entry> entries_;
 };

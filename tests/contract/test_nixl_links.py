@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from contract.actions import MIB, BackgroundPull, by_key, large_source, names
+from contract.actions import MIB, BackgroundPull, by_key, large_source, names, pull_works
 from contract.cluster import Cluster
 from contract.engines import Restriction, refused_by_vendor
 from contract.errors import refused, wait_until
@@ -56,6 +56,13 @@ class TestBytes:
         blocks = list(range(STAGING_MIB + 9))
         local.pull_blocks(local.api.BlocksCacheKey(2), here, blocks, blocks)
         assert local.dump(here) == peer.dump(there)
+
+    def test_the_most_staging_memory_that_may_be_asked_for(
+        self, make_local: MakeLocal, make_peer: MakePeer
+    ) -> None:
+        """It was counted in 32 bits, so that nothing was left of 4,096 MiB."""
+        local, peer = nixl_pair(make_local, make_peer, staging_mib=4096)
+        assert pull_works(local, peer, local.add_blocks(), peer.add_blocks(seed=100))
 
     def test_both_sides_push_at_once(self, make_local: MakeLocal, make_peer: MakePeer) -> None:
         local, peer = nixl_pair(make_local, make_peer)

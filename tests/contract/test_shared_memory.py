@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import platform
 import random
@@ -282,6 +283,30 @@ def test_shm_refuses_when_there_is_no_memory(make_peer: MakePeer) -> None:
         peer.limit_shared_memory(0)
     assert "rw-s" not in peer.shared_pages()
     peer.add_blocks(4, BLOCKS, BLOCK)
+
+
+def test_what_is_not_shared_is_said_without_a_lock(make_local: MakeLocal) -> None:
+    """A handler of the log, or a collection of garbage while it runs, may give a cache back; that
+    once waited for the lock under which the sentence was logged."""
+    local = make_local(1, pool=f'{{"memory_size": {4 * MIB}, "page_shift": 16}}')
+    first = local.allocate_blocks(1, 16, 4096)
+    given_back = []
+
+    class GivesBack(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if not given_back:
+                given_back.append(record.getMessage())
+                local.deallocate(first)
+
+    handler, logger = GivesBack(), logging.getLogger("vllm_llmdd_connector")
+    local.limit_shared_memory(PAGE)
+    logger.addHandler(handler)
+    try:
+        local.allocate_blocks(1, 16, 8192)
+    finally:
+        logger.removeHandler(handler)
+        local.limit_shared_memory(0)
+    assert "is not shared" in given_back[0]
 
 
 def test_a_limit_of_file_sizes_is_no_signal(pair: Pair) -> None:
