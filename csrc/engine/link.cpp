@@ -388,8 +388,11 @@ void Link::receive_replies() {
   std::string breach;
   {
     std::unique_lock lock(receive_mutex_, std::try_to_lock);
-    if (!lock || read_socket() <= 0) return;
+    if (!lock) return;
     try {
+      // What waits for the link's thread is read no further: it would grow without a bound.
+      if (incoming_.size() >= kFrameHeaderBytes && !reply_is_next()) return;
+      if (read_socket() <= 0) return;
       while (reply_is_next()) {
         std::optional<Frame> frame = take_frame();
         if (!frame) break;
