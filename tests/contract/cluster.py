@@ -380,7 +380,7 @@ class Cluster(BulkMethods):
         )
         return statuses[0]
 
-    def link_all(self, ports: dict[int, int], timeout_ms: int = 20000) -> list[Any]:
+    def link_several(self, ports: dict[int, int], timeout_ms: int = 20000) -> list[Any]:
         """The statuses of links to several clusters in one call."""
         self.connect()
         infos = [self._info(cluster_id, port) for cluster_id, port in ports.items()]

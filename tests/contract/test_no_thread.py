@@ -77,7 +77,7 @@ def test_several_links_fail_alone(make_local: MakeLocal, peer: Peer) -> None:
     local = make_local(remote=True)
     with no_thread(peer):
         ports = {cluster_id: local.port() for cluster_id in (1, 7, 8)}
-        assert {status.name for status in peer.link_all(ports)} == {"LLM_LINK_FAILED"}
+        assert {status.name for status in peer.link_several(ports)} == {"LLM_LINK_FAILED"}
     assert peer.link(1, local.port()).name == "LLM_SUCCESS"
     assert pulls(local, peer)
 

@@ -113,9 +113,9 @@ class Producer:
 
         def reset_prefix_cache() -> bool:
             self.free_ended()
-            return reset()
+            return bool(reset())
 
-        block_pool.reset_prefix_cache = reset_prefix_cache  # type: ignore[method-assign]
+        block_pool.reset_prefix_cache = reset_prefix_cache
 
     @property
     def num_leases(self) -> int:
