@@ -99,7 +99,7 @@ soak: ## real servers under load for SOAK_MINUTES: nothing may grow (30 min); a 
 	@$(SETUP) env project model
 	@$(BIN)/python tests/stress/soak.py --minutes $(SOAK_MINUTES) --plot .cache/soak.png
 
-bench: ## every benchmark, recorded in benchmarks/results and drawn in docs/performance.md (90 min on two idle cores)
+bench: ## every benchmark, recorded in benchmarks/results and drawn in docs/performance.md (70 min on two idle cores)
 	@$(SETUP) env project model bench
 	@$(BIN)/python benchmarks/record.py $(BENCH_ARGS)
 

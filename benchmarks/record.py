@@ -86,9 +86,9 @@ RUNS = (
     Run("layer_overlap", _OVERLAP, 2, _QUICK_OVERLAP),
     Run("layer_overlap", f"{_OVERLAP} --compute hold", 2, f"{_QUICK_OVERLAP} --compute hold"),
     Run("integrity", "--repeats 11", 0.3, "--blocks 16 --repeats 1"),
-    Run("contact", "", 16, "--quick"),
-    Run("network", "", 16, "--quick"),
-    Run("servers", "", 33, "--quick"),
+    Run("contact", "", 12, "--quick"),
+    Run("network", "", 14, "--quick"),
+    Run("servers", "", 30, "--quick"),
 )
 """The real servers come last: whatever else fails is known before."""
 
