@@ -95,6 +95,9 @@ class Pool:
     def give_back(self, block_ids: Iterable[int]) -> None:
         self.free_blocks([self.blocks[block_id] for block_id in block_ids])
 
+    def reset_prefix_cache(self) -> bool:
+        return not any(block.ref_cnt for block in self.blocks)
+
     def touch(self, blocks: Sequence[Block]) -> None:
         for block in blocks:
             assert block.ref_cnt, f"block {block.block_id} was touched after it had been freed"
