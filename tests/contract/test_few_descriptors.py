@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 from collections.abc import Iterator
 
@@ -12,7 +13,13 @@ from contract.engines import Restriction, refused_by_vendor
 from contract.fixtures import MakeLocal
 from contract.peer import Peer
 
-pytestmark = [refused_by_vendor(Restriction.REGISTER_FIRST), pytest.mark.within_a_host]
+pytestmark = [
+    refused_by_vendor(Restriction.REGISTER_FIRST),
+    pytest.mark.within_a_host,
+    pytest.mark.skipif(
+        "ASAN_OPTIONS" in os.environ, reason="UBSan opens a pipe to look whether memory is there"
+    ),
+]
 
 
 @pytest.fixture

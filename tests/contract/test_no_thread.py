@@ -18,6 +18,7 @@ from contract.peer import Peer
 
 pytestmark = [
     refused_by_vendor(Restriction.REGISTER_FIRST),
+    pytest.mark.within_a_host,
     pytest.mark.skipif(
         "ASAN_OPTIONS" in os.environ, reason="AddressSanitizer needs address space of its own"
     ),
