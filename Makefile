@@ -46,7 +46,7 @@ test-slow: setup-tests ## faults of real servers while P pushes, decode first, a
 test-fast: setup-tests ## every test that starts no vLLM server (10 min)
 	@$(BIN)/python -m pytest tests -m "not e2e and not slow" $(SIDE_BY_SIDE) $(PYTEST_ARGS)
 
-test-nixl: setup-tests ## the API's contract over NIXL, network namespaces (root), real servers
+test-nixl: setup-tests ## the API's contract over NIXL, network namespaces (root), real servers (6 min)
 	@$(BIN)/python -m pytest tests/contract --transport nixl $(PYTEST_ARGS)
 	@$(BIN)/python -m pytest tests/integration/test_netns.py tests/e2e/test_nixl.py $(PYTEST_ARGS)
 

@@ -139,14 +139,17 @@ void CacheTable::remove(int64_t id) {
 }
 
 void CacheTable::deallocate(int64_t id) {
-  std::shared_ptr<Cache> cache;  // its memory is given back without the lock
   std::unique_lock lock(mutex_);
-  cache = cache_of(id);
+  std::shared_ptr<Cache> cache = cache_of(id);
   if (!cache || !cache->references) return;
   cache->references->drop_id();
   if (!cache->references->gone()) return;
   erase_locked(*cache);
   released_.wait(lock, [&cache] { return cache->users == 0; });
+  lock.unlock();
+  // Not with the cache, which a reservation that is still open keeps.
+  cache->shared.release();
+  cache->memory.reset();
 }
 
 void CacheTable::remove_key(const RowKey& key) {

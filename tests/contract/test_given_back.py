@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contract.cluster import Cluster
 from contract.engines import Restriction, message_mode, refused_by_vendor, remote_mode
 from contract.errors import refused
+from contract.fixtures import MakeLocal
 from contract.peer import Peer
 
 pytestmark = refused_by_vendor(Restriction.REGISTER_FIRST)
@@ -44,3 +45,14 @@ def test_memory_is_free_when_a_refused_pull_has_returned(pair: Pair) -> None:
             local.pull_cache(local.api.CacheKeyByIdAndIndex(2, source), cache)
         peer.deallocate(source)
         assert peer.pool_used() == 0
+
+
+def test_open_reservation_keeps_no_memory(make_local: MakeLocal) -> None:
+    """A deallocated cache once kept its pages until its last reservation was closed."""
+    local = make_local(pool=POOL)
+    cache = local.allocate_blocks(2, 1, 64)
+    token = local.open_reservation(cache, [0])
+    local.deallocate(cache)
+    assert local.pool_used() == 0
+    local.close_reservation(token)
+    assert local.pool_used() == 0
