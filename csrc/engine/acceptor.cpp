@@ -6,10 +6,10 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <system_error>
 
 #include "common/log.h"
 #include "common/socket_io.h"
+#include "common/start_thread.h"
 
 namespace llmdd {
 namespace {
@@ -40,10 +40,10 @@ Acceptor::Acceptor(const std::string& ip, uint16_t port, Greet greet)
       port_(bound_port(listener_.get())) {
   guard_forks(listener_.get());
   try {
-    thread_ = std::thread(&Acceptor::run, this);
-  } catch (const std::system_error& error) {
+    thread_ = start_thread("the listener's", Status::kFailed, &Acceptor::run, this);
+  } catch (const Error&) {
     g_listener = -1;  // its number will be another's
-    throw Error(Status::kFailed, std::string("the accept thread does not start: ") + error.what());
+    throw;
   }
 }
 

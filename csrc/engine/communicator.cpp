@@ -6,6 +6,7 @@
 
 #include "common/log.h"
 #include "common/socket_io.h"
+#include "common/start_thread.h"
 
 namespace llmdd {
 namespace {
@@ -29,7 +30,7 @@ Communicator::Communicator(const CommContext& context, CommSpec spec)
   for (auto [cluster_id, rank] : spec_.members) {
     if (cluster_id != context_.identity.cluster_id) awaited_.insert(cluster_id);
   }
-  thread_ = std::thread(&Communicator::run, this);
+  thread_ = start_thread("the comm's", Status::kLinkFailed, &Communicator::run, this);
 }
 
 Communicator::~Communicator() { cancel(); }

@@ -2,6 +2,7 @@
 
 #include <string>
 
+#include "common/start_thread.h"
 #include "engine/poll_pause.h"
 
 namespace llmdd {
@@ -32,7 +33,9 @@ void FetchServer::post(const Frame& frame) {
     throw WireError("more fetches than there are staging slots");
   }
   requests_.push_back(std::move(request));
-  if (!thread_.joinable()) thread_ = std::thread(&FetchServer::run, this);
+  if (!thread_.joinable()) {
+    thread_ = start_thread("the source's", Status::kFailed, &FetchServer::run, this);
+  }
   changed_.notify_one();
 }
 

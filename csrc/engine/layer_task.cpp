@@ -5,10 +5,10 @@
 #include <algorithm>
 #include <chrono>
 #include <string>
-#include <system_error>
 
 #include "common/clock.h"
 #include "common/log.h"
+#include "common/start_thread.h"
 
 namespace llmdd {
 namespace {
@@ -57,12 +57,8 @@ LayerTask::LayerTask(Transfers& transfers, LayerRequest request, std::shared_ptr
       results_(request_.targets.size()) {}
 
 void LayerTask::start() {
-  try {
-    thread_ = std::thread([self = shared_from_this()] { self->run(); });
-  } catch (const std::system_error& error) {
-    throw Error(Status::kFailed,
-                std::string("the transfer's thread does not start: ") + error.what());
-  }
+  thread_ =
+      start_thread("the transfer's", Status::kFailed, [self = shared_from_this()] { self->run(); });
 }
 
 bool LayerTask::own_process() const { return ::getpid() == owner_pid_; }

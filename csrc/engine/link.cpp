@@ -9,10 +9,10 @@
 #include <atomic>
 #include <cerrno>
 #include <chrono>
-#include <system_error>
 
 #include "common/log.h"
 #include "common/socket_io.h"
+#include "common/start_thread.h"
 #include "engine/messages.h"
 
 namespace llmdd {
@@ -93,11 +93,10 @@ Link::~Link() {
 void Link::start() {
   std::lock_guard lock(thread_mutex_);
   try {
-    thread_ = std::thread(&Link::run, this);
-  } catch (const std::system_error& error) {
+    thread_ = start_thread("the link's", Status::kLinkFailed, &Link::run, this);
+  } catch (const Error&) {
     thread_done_ = true;
-    throw Error(Status::kLinkFailed,
-                std::string("the link's thread does not start: ") + error.what());
+    throw;
   }
 }
 

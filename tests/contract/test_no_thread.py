@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from contract.actions import pull_works
+from contract.actions import MEMBERS, pull_works, wait_for_comm
 from contract.cluster import Cluster
 from contract.engines import Restriction, refused_by_vendor
+from contract.errors import refused
 from contract.fixtures import MakeLocal
 from contract.peer import Peer
 
@@ -81,6 +82,14 @@ def test_several_links_fail_alone(make_local: MakeLocal, peer: Peer) -> None:
         assert {status.name for status in peer.link_several(ports)} == {"LLM_LINK_FAILED"}
     assert peer.link(1, local.port()).name == "LLM_SUCCESS"
     assert pulls(local, peer)
+
+
+def test_comm_fails_alone(make_local: MakeLocal, peer: Peer) -> None:
+    local, name = make_local(remote=True), "no thread"
+    with no_thread(peer), refused(local.api, "LLM_LINK_FAILED", says="thread does not start"):
+        peer.link_members(name, MEMBERS)
+    comm_ids = [cluster.link_members(name, MEMBERS) for cluster in (local, peer)]
+    wait_for_comm(local, comm_ids[0], "OK")
 
 
 def test_transfer_fails_alone(peer: Peer) -> None:

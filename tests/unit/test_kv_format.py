@@ -7,10 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+from fakes.fake_datadist import FakeDataDist
+from fakes.rank import NO_LAYERS, Rank
+from fakes.scheduler_side import make_side
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
+from vllm_llmdd_connector.control.fingerprint import Fingerprint
 from vllm_llmdd_connector.layout.groups import Group
+from vllm_llmdd_connector.scheduler import scheduler
 from vllm_llmdd_connector.worker.kv_format import kv_format
 
 
@@ -62,3 +67,25 @@ def test_what_vllm_has_chosen_for_a_layer_counts() -> None:
 def test_every_backend_of_the_layers_is_named_once() -> None:
     layers = {"a": Layer(isa="vec"), "b": Layer(OtherBackend), "c": Layer(isa="vec")}
     assert formats(layers) == "CPU_ATTN/vec,OTHER"
+
+
+def test_handshake_of_a_worker_has_it(
+    datadist: FakeDataDist, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(NO_LAYERS.static_forward_context, "a", Layer(isa="amx"))
+    rank = Rank("kv_producer", 0)
+    assert rank.worker.handshake is not None
+    assert rank.worker.handshake.kv_format == "CPU_ATTN/amx"
+    rank.worker.shutdown()
+
+
+def test_scheduler_side_compares_what_its_workers_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Fingerprint] = []
+
+    def keep(**fields: Any) -> Fingerprint:
+        made.append(Fingerprint(**fields))
+        return made[-1]
+
+    monkeypatch.setattr(scheduler, "Fingerprint", keep)
+    make_side("kv_producer", monkeypatch).shutdown()
+    assert [fingerprint.kv_format for fingerprint in made] == ["CPU_ATTN/vec"]
